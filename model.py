@@ -1,0 +1,243 @@
+"""A GPT whose notion of position is chosen by name. Pre-LayerNorm, GELU, biases on, head not tied to the embedding.
+
+There is no maximum length: block_size is the *training* length, and any other can be fed. To sample from a checkpoint:
+
+    python model.py out/demo-accrot_qkv-1337/ckpt.pt --prompt="def main("
+"""
+import argparse
+import math
+import pickle
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from attention import Attention, Cache
+from positional import check_position
+
+
+@dataclass
+class GPTConfig:
+    """What a model is. Every field is checked on creation: ValueError names the option and what is legal."""
+    pos: str = "accrot_qkv"       # mechanism: a name of positional.POSITIONS, then any of +alibi +fox +logn
+    angles: str = "token"         # where accrot's angles come from: token, table or hidden
+    value_route: str = "shared"   # values travel the queries' route, or one of their "own"
+    block_size: int = 512         # tokens: the training length
+    vocab_size: int = 50257       # ids the tokenizer can produce
+    n_layer: int = 16
+    n_head: int = 8
+    n_embd: int = 768
+    dropout: float = 0.1          # on the embedding and on each residual branch; not on attention weights
+    seed: int = 1337              # initial weights, and randrot's steps
+
+    def __post_init__(self):
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r}: give a whole number from 1")
+        if type(self.seed) is not int or not 0 <= self.seed < 2 ** 63:
+            raise ValueError(f"seed={self.seed!r}: give a whole number from 0 to 2^63 - 1")
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout!r}: give a number from 0 to below 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_head={self.n_head}: must divide n_embd={self.n_embd}")
+        check_position(self)
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def padded_vocab_size(self):
+        return -(-self.vocab_size // 64) * 64  # matrix kernels like multiples of 64
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.proj(F.gelu(self.fc(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(config.n_embd)
+        self.attention = Attention(config, layer)
+        self.norm_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x, embedding, idx, sequence, cache=None):
+        x = x + self.drop(self.attention(self.norm_1(x), embedding, idx, sequence, cache))
+        return x + self.drop(self.mlp(self.norm_2(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.norm = nn.LayerNorm(config.n_embd)
+        self.head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """GPT-2's: normal(0.02), residual projections smaller by sqrt(2 n_layer), biases 0. Mechanisms initialise their
+        own parameters, so every mechanism starts from the same weights for the same seed."""
+        generator = torch.Generator().manual_seed(self.config.seed)
+        for name, p in self.named_parameters():
+            if ".position." in name or ".norm" in name or name.startswith("norm"):
+                continue
+            if name.endswith("bias"):
+                p.zero_()
+            else:
+                p.normal_(0, 0.02 / math.sqrt(2 * self.config.n_layer) if "proj" in name else 0.02, generator=generator)
+
+    def forward(self, idx, targets=None, sequence=None, reduction="mean", caches=None):
+        """idx: (B, T) int64 token ids, any T. Returns (logits, loss).
+
+        Without targets: logits (B, T, padded vocabulary) at every position, and None. With targets (B, T) int64, already
+        aligned (targets[b, t] follows idx[b, t]; nothing is shifted here): None, and the mean loss in nats, or the loss
+        of every token (B, T) with reduction="none". `sequence`: (B,) int64, which random steps randrot takes
+        (0 ... B-1 if not given). `caches`: one attention.Cache a layer, for decoding."""
+        if sequence is None:
+            sequence = torch.arange(idx.size(0), device=idx.device)
+        embedding = self.embed(idx)                                                           # (B, T, C)
+        x = self.drop(embedding)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, embedding, idx, sequence, caches and caches[layer])
+        x = self.norm(x)
+        if targets is None:
+            return self.head(x), None
+        return None, self.sliced_loss(x.flatten(0, 1), targets.flatten(), reduction).view(
+            targets.shape if reduction == "none" else ())
+
+    def sliced_loss(self, x, targets, reduction):
+        """Cross entropy of x (N, C) against targets (N,), a slice of rows at a time: 65,536 x 50,304 logits would be
+        13 GB and pass 2^31 elements. Under grad every slice is kept for backward anyway, so there slices are large."""
+        rows = max(1, 2 ** (30 if torch.is_grad_enabled() else 24) // self.config.padded_vocab_size)
+        losses = [F.cross_entropy(self.head(x[i:i + rows]).float(), targets[i:i + rows],
+                                  reduction="none" if reduction == "none" else "sum") for i in range(0, len(x), rows)]
+        return torch.cat(losses) if reduction == "none" else sum(losses) / len(x)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
+        """Append max_new_tokens sampled ids to idx (B, T). temperature 0 takes the likeliest. Keys and values are cached
+        in the common frame; the result equals recomputing the whole sequence for each token."""
+        if idx.size(1) == 0 or max_new_tokens < 0 or temperature < 0:
+            raise ValueError("generate needs a prompt of at least one token, max_new_tokens >= 0 and temperature >= 0")
+        caches = [Cache(idx.size(1) + max_new_tokens) for _ in self.blocks]
+        new = idx
+        for _ in range(max_new_tokens):
+            logits = self(new, caches=caches)[0][:, -1, :self.config.vocab_size].float()      # padding is never sampled
+            if top_k is not None:
+                least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < least, float("-inf"))
+            if temperature == 0:
+                new = logits.argmax(-1, keepdim=True)
+            else:
+                new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            idx = torch.cat((idx, new), dim=1)
+        return idx
+
+    def flops_per_token(self, length):
+        """Floating-point operations of one training step per token: 6 per weight in a matrix product (the embedding is a
+        look-up), 12 per layer, channel and token of context (PaLM, arXiv 2204.02311, appendix B; causality not deducted)."""
+        look_ups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
+        weights = sum(p.numel() for p in self.parameters()) - look_ups
+        return 6 * weights + 12 * self.config.n_layer * self.config.n_embd * length
+
+    @classmethod
+    def from_checkpoint(cls, path, device="cpu"):
+        """The model of a checkpoint that train.py wrote, in eval mode, with the checkpoint's other entries (step, data,
+        train) as model.checkpoint. CheckpointError says what is wrong. The optimizer's state is not read."""
+        checkpoint = read_checkpoint(path)
+        model = cls(GPTConfig(**checkpoint["config"]))
+        model.load_weights(checkpoint["model"], path)
+        model.checkpoint = {key: value for key, value in checkpoint.items() if key not in ("model", "optimizer")}
+        return model.to(device).eval()
+
+    def load_weights(self, weights, path, missing_ok=lambda name: False):
+        """Copy `weights` in, strictly: names and shapes must be this model's, but for names where missing_ok(name)."""
+        weights = {strip_prefixes(name): value for name, value in weights.items()}
+        own = self.state_dict()
+        missing = [name for name in own if name not in weights and not missing_ok(name)]
+        unknown = [name for name in weights if name not in own]
+        wrong = [f"{name} {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+                 for name in own if name in weights and weights[name].shape != own[name].shape]
+        if missing or unknown or wrong:
+            raise CheckpointError(f"{path}: weights do not fit a model with pos={self.config.pos}; missing: "
+                                  f"{', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}; "
+                                  f"of another shape: {', '.join(wrong) or 'none'}")
+        self.load_state_dict(weights, strict=False)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; one line says why."""
+
+
+def strip_prefixes(name):
+    """'module._orig_mod.embed.weight' to 'embed.weight': DDP and torch.compile wrap names, in either order."""
+    while name.startswith(("module.", "_orig_mod.")):
+        name = name.split(".", 1)[1]
+    return name
+
+
+def read_checkpoint(path):
+    """The dict that train.py saved, tensors mapped from the file and read only when used. Nothing in it is executed."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such checkpoint; train one with: python train.py --config=demo") from None
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: not a whole checkpoint of train.py ({str(error).splitlines()[0]})") from None
+    wanted = {"config": dict, "model": dict, "step": int, "data": dict, "train": dict}
+    if not isinstance(checkpoint, dict) or any(not isinstance(checkpoint.get(k), t) for k, t in wanted.items()):
+        raise CheckpointError(f"{path}: not a checkpoint of train.py: it needs the entries {', '.join(wanted)}")
+    known = {field.name for field in fields(GPTConfig)}
+    if set(checkpoint["config"]) != known:
+        odd = ", ".join(sorted(set(checkpoint["config"]) ^ known))
+        raise CheckpointError(f"{path}: its config differs from this code's GPTConfig in: {odd}")
+    try:
+        GPTConfig(**checkpoint["config"])
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return checkpoint
+
+
+def main():
+    from prepare_data import DataError, get_tokenizer, integer, number
+    parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
+    parser.add_argument("checkpoint", help="a ckpt.pt written by train.py")
+    parser.add_argument("--prompt", default="\n", help="text to continue")
+    parser.add_argument("--tokens", type=integer(1), default=200, help="how many to sample (200)")
+    parser.add_argument("--temperature", type=number(0), default=0.8, help="0 takes the likeliest token (0.8)")
+    parser.add_argument("--top_k", type=integer(1), default=200, help="sample among so many likeliest tokens (200)")
+    parser.add_argument("--seed", type=integer(0), default=1337, help="of the sampling (1337)")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model = GPT.from_checkpoint(args.checkpoint, device)
+        tokenizer = get_tokenizer(model.checkpoint["data"]["tokenizer"])
+    except (CheckpointError, DataError) as error:
+        sys.exit(f"model.py: error: {error}")
+    ids = tokenizer.encode_ordinary(args.prompt) or [tokenizer.eot_token]
+    generator = torch.Generator(device).manual_seed(args.seed)
+    started = time.perf_counter()
+    out = model.generate(torch.tensor([ids], device=device), args.tokens, args.temperature, args.top_k, generator)
+    print(tokenizer.decode(out[0].tolist()))
+    print(f"[{args.tokens / (time.perf_counter() - started):.0f} tokens/s]", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

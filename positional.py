@@ -1,0 +1,313 @@
+"""Every mechanism that tells a transformer where its tokens are, chosen once by name: make_position(config).
+
+One idea holds them together. Each token s contributes a step M_s, and a key at j reaches a query at i through the
+route (j, i], the steps multiplied along the way:
+
+    P(j->i) = M_i M_{i-1} ... M_{j+1}            so P(i->i) is the identity
+    score   = <q_i, P(j->i) k_j> / sqrt(d) - (c_i - c_j)
+
+For orthogonal steps the prefix product A_t = M_t ... M_1 splits the route, P(j->i) = A_i A_j^T. So nothing T x T is
+needed: move everything to a common frame (A_t^T q, A_t^T k, A_t^T v), attend there, move the output back (A_i y).
+RoPE is the case of equal steps. The bias -(c_i - c_j) is accumulated along the same route, c_t = b_1 + ... + b_t with
+b_s >= 0; ALiBi is a constant b, FoX is b_s = -log(forget gate).
+
+Conventions, each pinned by a literal in tests.py: plane b of a head pairs coordinates b and b + head_dim/2; M_s turns
+that plane by +step (counter-clockwise); prefixes are inclusive, so step s is in A_s; A_t^T enters, A_t leaves.
+"""
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+def precise(x):
+    """x in float32 or better. Steps, prefixes and biases are never computed in less."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def prefix_sum(steps, start=None, dim=-2):
+    """Inclusive running sum along `dim`, in float64; `start` is the sum before the first step, or None.
+
+    float32 would lose a phase of 65,536 steps by several radians. MPS has no float64, so there the sum is on the CPU."""
+    total = (steps.cpu() if steps.device.type == "mps" else steps).double().cumsum(dim)
+    return total if start is None else total + start
+
+
+# ---------------------------------------------------------------- ways in and out of the common frame
+
+class Stay:
+    """The identity: nothing is routed. enter and leave take (..., B, H, T, D)."""
+    def enter(self, x):
+        return x
+
+    leave = enter
+
+
+STAY = Stay()
+
+
+class Rotation:
+    """A_t as rotations of the D/2 planes of a head, from wrapped phases (B or 1, H or 1, T, D/2) in radians."""
+    def __init__(self, phase):
+        self.cos, self.sin = phase.cos(), phase.sin()
+
+    def enter(self, x):  # A_t^T x
+        return rotate(x, self.cos, -self.sin)
+
+    def leave(self, x):  # A_t x
+        return rotate(x, self.cos, self.sin)
+
+
+def rotate(x, cos, sin):
+    """Turn every plane (x_b, x_{b + D/2}) of x (..., T, D) counter-clockwise; float32 or better comes out."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Frame:
+    """What a position tells attention about one layer.
+
+    qk, v        how queries and keys, and how values, enter (and the output leaves) the common frame
+    key_bias     c of the bias -(c_i - c_j): (1 or B, H, T) float64, or None
+    query_scale  factor on the content part of each query's logits: (H or 1, T, 1), or None
+    state        what decoding must remember of the tokens so far"""
+    def __init__(self, qk, v, key_bias, query_scale, state):
+        self.qk, self.v, self.key_bias, self.query_scale, self.state = qk, v, key_bias, query_scale, state
+
+
+# ---------------------------------------------------------------- kinds of step
+
+class NoSteps(nn.Module):
+    """nope: every step is the identity, only the causal mask tells order."""
+    def __init__(self, config, layer, routed):
+        super().__init__()
+
+    def forward(self, x, embedding, idx, sequence, length, state):
+        return STAY, STAY, None
+
+
+class ConstantRotation(nn.Module):
+    """rope, rope_qkv (RoPE, arXiv 2104.09864): plane b turns by w_b = base^(-2b/d) at every token."""
+    base = 10000.0  # eval_length.py --ntk sets it on a trained model
+
+    def __init__(self, config, layer, routed):
+        super().__init__()
+        self.n_head, self.head_dim, self.layer, self.seed = config.n_head, config.head_dim, layer, config.seed
+        self.routed = routed
+        # Two routes only when values take steps of their own; otherwise they travel on the queries' route.
+        self.n_route = 2 if config.value_route == "own" else 1
+
+    def frequencies(self, device):
+        """w_b in radians per token, (D/2,) float32. Made anew in each forward: a buffer would follow model.bfloat16()."""
+        plane = torch.arange(self.head_dim // 2, dtype=torch.float32, device=device)
+        return self.base ** (-2 * plane / self.head_dim)
+
+    def steps(self, x, embedding, idx, sequence, length):
+        """Angle of every step in radians: (n_route, B or 1, H or 1, T, D/2), float32 or better."""
+        return self.frequencies(x.device).expand(1, 1, 1, idx.size(1), -1)
+
+    def forward(self, x, embedding, idx, sequence, length, state):
+        phase = prefix_sum(self.steps(x, embedding, idx, sequence, length), state)
+        state = phase[..., -1:, :]
+        # Wrap while still in float64: in [-pi, pi] a float32 phase is good to 2e-7 rad however long the route.
+        phase = (phase - 2 * math.pi * (phase / (2 * math.pi)).round()).to(x.device, x.dtype)
+        rotations = [Rotation(p) for p in phase]
+        return rotations[0], rotations[-1] if self.routed == "qkv" else STAY, state
+
+
+class RandomRotation(ConstantRotation):
+    """randrot_qk, randrot_qkv (the paper): steps ~ Uniform(-w_b, w_b), fresh per position, layer, head and sequence.
+
+    A step is a pure function of (seed, layer, sequence, position, lane), so caching, resuming, ranks, devices and longer
+    sequences agree by construction. `sequence` is (B,) int64; a lane is one plane of one head of one route."""
+    def steps(self, x, embedding, idx, sequence, length):
+        lane = torch.arange(self.n_route * self.n_head * self.head_dim // 2, device=idx.device)
+        position = torch.arange(length, length + idx.size(1), device=idx.device)
+        key = scramble(scramble(self.seed & MASK) ^ self.layer)
+        key = scramble(scramble(key ^ (sequence & MASK)) ^ (sequence >> 32 & MASK))       # (B,)
+        key = scramble(key[:, None] ^ position)                                           # (B, T)
+        bits = scramble(key[:, :, None] ^ lane) >> 9                                      # (B, T, lanes), 23 bits
+        uniform = (bits.float() + 0.5) * 2.0 ** -22 - 1                                   # in (-1, 1), mean exactly 0
+        return self.split_lanes(uniform) * self.frequencies(x.device)
+
+    def split_lanes(self, flat):
+        """(B, T, n_route * H * D/2) to (n_route, B, H, T, D/2)."""
+        return flat.unflatten(2, (self.n_route, self.n_head, self.head_dim // 2)).permute(2, 0, 3, 1, 4)
+
+
+MASK = 2 ** 32 - 1
+
+
+def scramble(h):
+    """Mix 32 bits held in an int64 tensor (or a Python int): the lowbias32 hash (C. Wellons, "Hash Prospector", 2018).
+
+    The second multiplier is written minus 2^32: equal modulo 2^32, and no product leaves the range of int64."""
+    h = (h ^ (h >> 16)) * 0x7FEB352D & MASK
+    h = (h ^ (h >> 15)) * (0x846CA68B - 2 ** 32) & MASK
+    return h ^ (h >> 16)
+
+
+class LearnedRotation(RandomRotation):
+    """accrot_qk, accrot_qkv (the paper): step = w_b + pi tanh(a), with a learned and dependent on the token.
+
+    a comes, by --angles, from the token embedding (a read-out of its normalised form), from a table with a free vector
+    per layer and token, or from the hidden state that q, k and v read. It starts at 0: at birth this is RoPE."""
+    def __init__(self, config, layer, routed):
+        super().__init__(config, layer, routed)
+        self.source = config.angles
+        width = self.n_route * self.n_head * self.head_dim // 2
+        self.angles = nn.Embedding(config.padded_vocab_size, width) if self.source == "table" else \
+            nn.Linear(config.n_embd, width, bias=False)
+        # How fast angles move decides short runs. Without this factor the steps outrun the rest of the network.
+        self.gain = 1.0 if self.source == "table" else config.n_embd ** -0.5
+        nn.init.zeros_(self.angles.weight)
+
+    def steps(self, x, embedding, idx, sequence, length):
+        if self.source == "table":
+            a = precise(self.angles(idx))
+        else:
+            source = x if self.source == "hidden" else F.layer_norm(precise(embedding), embedding.shape[-1:])
+            a = F.linear(source, precise(self.angles.weight)) * self.gain
+        return self.frequencies(x.device) + math.pi * torch.tanh(self.split_lanes(a))
+
+
+# ---------------------------------------------------------------- far-mass control
+
+class Alibi(nn.Module):
+    """ALiBi (arXiv 2108.12409): b = slope of the head, at every token."""
+    def __init__(self, config):
+        super().__init__()
+        self.slopes = alibi_slopes(config.n_head)
+
+    def forward(self, x):
+        """b of every token: (B or 1, H, T), nats."""
+        return torch.tensor(self.slopes, dtype=x.dtype, device=x.device)[None, :, None].expand(1, -1, x.size(1))
+
+
+def alibi_slopes(n_head):
+    """2^(-8/n), 2^(-16/n), ... for n a power of two; otherwise those of the power below n, then every other one of the
+    power above (the rule of the ALiBi paper's code)."""
+    def geometric(n):
+        return [2.0 ** (-8 * (h + 1) / n) for h in range(n)]
+    power = 2 ** int(math.log2(n_head))
+    return geometric(power) + geometric(2 * power)[::2][:n_head - power]
+
+
+class Fox(nn.Module):
+    """FoX (arXiv 2503.02130): b = -log sigmoid(gate), the gate linear in the normalised x; not divided by sqrt(d)."""
+    def __init__(self, config):
+        super().__init__()
+        self.gate = nn.Linear(config.n_embd, config.n_head)
+        nn.init.zeros_(self.gate.weight)
+        # Heads start by forgetting over 4 tokens ... block_size tokens. With a zero bias all would forget in 1.4.
+        memory = torch.logspace(math.log10(4), math.log10(max(4, config.block_size)), config.n_head)
+        with torch.no_grad():
+            self.gate.bias.copy_(-torch.log(torch.expm1(1 / memory)))  # sigmoid(bias) = exp(-1 / memory)
+
+    def forward(self, x):
+        return F.softplus(-F.linear(x, precise(self.gate.weight), precise(self.gate.bias))).transpose(1, 2)
+
+
+# ---------------------------------------------------------------- the seam
+
+# name: (kind of step, what is routed, far-mass control it brings). Any of +alibi, +fox, +logn may follow a name.
+POSITIONS = {
+    "nope":        (NoSteps, "", ()),
+    "rope":        (ConstantRotation, "qk", ()),
+    "rope_qkv":    (ConstantRotation, "qkv", ()),
+    "randrot_qk":  (RandomRotation, "qk", ()),
+    "randrot_qkv": (RandomRotation, "qkv", ()),
+    "accrot_qk":   (LearnedRotation, "qk", ()),
+    "accrot_qkv":  (LearnedRotation, "qkv", ()),
+    "alibi":       (NoSteps, "", ("alibi",)),
+    "fox":         (NoSteps, "", ("fox",)),
+}
+DECAYS = {"alibi": Alibi, "fox": Fox}
+CONTROLS = (*DECAYS, "logn")
+ANGLES = ("token", "table", "hidden")
+VALUE_ROUTES = ("shared", "own")
+UPGRADES = {"rope": "accrot_qk", "rope_qkv": "accrot_qkv"}  # equal logits at birth: train.py --init_from
+
+
+def parse_position(name):
+    """'accrot_qkv+fox' to (kind of step, 'qkv', ('fox',)). ValueError names what is legal."""
+    base, *suffixes = name.split("+")
+    if base not in POSITIONS:
+        raise ValueError(f"pos={name}: no mechanism {base!r}; use one of {', '.join(POSITIONS)}, "
+                         f"each may be followed by {', '.join('+' + c for c in CONTROLS)}")
+    kind, routed, controls = POSITIONS[base]
+    for suffix in suffixes:
+        if suffix not in CONTROLS:
+            raise ValueError(f"pos={name}: no suffix +{suffix}; use {', '.join('+' + c for c in CONTROLS)}")
+        if suffix in controls:
+            raise ValueError(f"pos={name}: {suffix} is given twice")
+        controls += (suffix,)
+    return kind, routed, controls
+
+
+def check_position(config):
+    """ValueError, naming the option, where the settings of config do not fit its mechanism."""
+    kind, routed, _ = parse_position(config.pos)
+    if config.angles not in ANGLES:
+        raise ValueError(f"angles={config.angles}: use one of {', '.join(ANGLES)}")
+    if config.value_route not in VALUE_ROUTES:
+        raise ValueError(f"value_route={config.value_route}: use one of {', '.join(VALUE_ROUTES)}")
+    if config.angles != "token" and not issubclass(kind, LearnedRotation):
+        raise ValueError(f"angles={config.angles}: pos={config.pos} learns no angles; use pos=accrot_qk or accrot_qkv")
+    if config.value_route == "own" and not (routed == "qkv" and issubclass(kind, RandomRotation)):
+        raise ValueError(f"value_route=own: pos={config.pos} has no value steps to draw apart; "
+                         "use pos=randrot_qkv or accrot_qkv")
+    if issubclass(kind, ConstantRotation) and config.head_dim % 2:
+        raise ValueError(f"n_head={config.n_head}: heads of {config.head_dim} cannot be paired into planes; "
+                         f"n_embd/n_head must be even for pos={config.pos}")
+
+
+def check_upgrade(old, new):
+    """ValueError unless a model with pos=old, its weights put into pos=new, computes the same at first."""
+    base, *suffixes = old.split("+")
+    target = "+".join((UPGRADES.get(base, ""), *suffixes))
+    if new != target:
+        raise ValueError(f"init_from: a pos={old} checkpoint cannot start pos={new}; possible are "
+                         + ", ".join(f"{a} to {b}" for a, b in UPGRADES.items()) + ", with the same suffixes")
+
+
+def make_position(config, layer=0):
+    """The position of one layer. `config` is model.GPTConfig; its pos, angles and value_route say which."""
+    return Position(config, layer)
+
+
+class Position(nn.Module):
+    """One kind of step with its far-mass controls. All its arithmetic is in float32 or better, outside autocast."""
+    logn_from = None  # eval_length.py --logn: scale queries beyond this many tokens by ln(i + 1) / ln(logn_from)
+
+    def __init__(self, config, layer):
+        super().__init__()
+        kind, routed, controls = parse_position(config.pos)
+        self.steps = kind(config, layer, routed)
+        self.decays = nn.ModuleList(DECAYS[name](config) for name in controls if name in DECAYS)
+        # Scalable softmax (arXiv 2501.19399): logits grow with ln n, so that n far tokens cannot outweigh a near one.
+        self.logn = nn.Parameter(torch.full((config.n_head,), 1 / math.log(config.block_size + 1))) \
+            if "logn" in controls else None
+
+    def forward(self, x, embedding, idx, sequence, state=None):
+        """x, embedding: (B, T, C), the layer's normalised input and the token embedding; idx: (B, T) int64;
+        sequence: (B,) int64; state: None at the start of a sequence, else the last Frame.state. Returns a Frame."""
+        with torch.autocast(x.device.type, enabled=False):
+            x = precise(x)
+            length, last_step, last_bias = state or (0, None, None)
+            qk, v, last_step = self.steps(x, embedding, idx, sequence, length, last_step)
+            key_bias = None
+            if self.decays:
+                key_bias = prefix_sum(sum(decay(x) for decay in self.decays), last_bias, dim=-1)  # (1 or B, H, T)
+                last_bias = key_bias[..., -1:]
+            query_scale = self.query_scale(length, idx.size(1), x)
+        return Frame(qk, v, key_bias, query_scale, (length + idx.size(1), last_step, last_bias))
+
+    def query_scale(self, length, count, x):
+        if self.logn is None and self.logn_from is None:
+            return None
+        seen = torch.arange(length + 1, length + count + 1, dtype=x.dtype, device=x.device)  # query i sees i + 1 keys
+        if self.logn is not None:
+            return (precise(self.logn)[:, None] * torch.log(seen + 1))[..., None]             # (H, T, 1)
+        return (torch.log(seen) / math.log(self.logn_from)).clamp(min=1)[None, :, None]       # (1, T, 1)

@@ -1,0 +1,432 @@
+"""Train one model: on one device, on many GPUs, or on CPUs.
+
+    python train.py --config=demo --pos=rope                        # minutes on a laptop
+    torchrun --standalone --nproc_per_node=8 train.py --pos=accrot_qkv   # the paper's run on 8 GPUs
+
+Every batch is a pure function of (seed, step, index in the batch), and dropout is reseeded at every step. So any number
+of ranks sees the same sequences, and a resumed run continues exactly. Output: OUT/ckpt.pt and OUT/log.jsonl.
+"""
+import argparse
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from model import GPT, CheckpointError, GPTConfig, read_checkpoint
+from positional import check_upgrade
+from prepare_data import DataError, TokenShards, integer, number, switch
+
+# Every knob: name, default (that of --config=paper), type, what it is. --config=demo changes those under DEMO.
+KNOBS = (
+    ("pos", "accrot_qkv", str, "mechanism: a name of positional.POSITIONS, then any of +alibi +fox +logn"),
+    ("angles", "token", str, "where accrot's angles come from: token, table or hidden"),
+    ("value_route", "shared", str, "values travel the queries' route (shared) or one of their own (own)"),
+    ("data", "data/openwebtext", str, "directory that prepare_data.py wrote"),
+    ("out", "", str, "directory of checkpoint and log; empty: out/CONFIG-POS-SEED"),
+    ("seed", 1337, integer(0, 2 ** 63 - 1), "of initial weights, data order, dropout and random steps"),
+    ("n_layer", 16, integer(1), "blocks"),
+    ("n_head", 8, integer(1), "heads; must divide n_embd"),
+    ("n_embd", 768, integer(1), "width"),
+    ("block_size", 512, integer(1), "training length, in tokens"),
+    ("dropout", 0.1, number(0, 0.99), "on the embedding and on residual branches"),
+    ("batch_size", 32, integer(1), "sequences per optimizer step, over all ranks"),
+    ("grad_accum", 1, integer(1), "forward passes that make up one step; ranks x grad_accum must divide batch_size"),
+    ("max_steps", 200_000, integer(0), "optimizer steps; 0 only writes the initial checkpoint"),
+    ("stop_at", 0, integer(0), "save and stop at this step, to go on later with --resume; 0: at max_steps"),
+    ("schedule", "piecewise", str, "piecewise: lr for half of the steps, 0.4 lr for a quarter, 0.1 lr for the last; "
+                                   "cosine: warm-up, then a cosine to 0.1 lr"),
+    ("lr", 5e-4, number(0), "highest learning rate"),
+    ("warmup", 0.05, number(0, 1), "fraction of max_steps with a rising rate (cosine only)"),
+    ("weight_decay", 0.1, number(0), "AdamW, on matrices; never on a mechanism's own parameters"),
+    ("beta2", 0.95, number(0, 0.999999), "AdamW's second moment; the first has 0.9"),
+    ("clip", 1.0, number(0), "largest gradient norm; 0: no clipping"),
+    ("eval_interval", 1000, integer(1), "steps between validation losses; each saves a checkpoint"),
+    ("eval_tokens", 262_144, integer(1), "validation tokens, always the same ones"),
+    ("log_interval", 10, integer(1), "steps between lines of the log"),
+    ("device", "auto", str, "auto (cuda, else mps, else cpu), cuda, mps or cpu"),
+    ("dtype", "auto", str, "auto, float32 or bfloat16 (autocast; auto: on CUDA only). Weights and phases stay float32"),
+    ("compile", False, switch, "torch.compile the model into one graph (on CPU this needs a C++ compiler)"),
+    ("init_from", "", str, "checkpoint to upgrade: rope to accrot_qk, rope_qkv to accrot_qkv, equal logits at the start"),
+    ("resume", False, switch, "continue from OUT/ckpt.pt if there is one, with its settings"),
+    ("overwrite", False, switch, "discard what OUT holds"),
+)
+DEMO = dict(data="data/stdlib", n_layer=4, n_head=4, n_embd=128, block_size=256, dropout=0.0, batch_size=12,
+            max_steps=600, schedule="cosine", lr=2e-3, eval_interval=200, eval_tokens=65_536)
+PRESETS = {"paper": {}, "demo": DEMO}
+# What may differ between a checkpoint and the run that resumes it. All else would make it another run.
+FREE_ON_RESUME = {"out", "data", "grad_accum", "stop_at", "eval_interval", "eval_tokens", "log_interval", "device",
+                  "dtype", "compile", "resume", "overwrite", "config"}
+# Dense bf16 peak of one device in FLOP/s, from NVIDIA's data sheets, for MFU.
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "3090": 71e12}
+
+
+class UsageError(ValueError):
+    """Settings that cannot be; one line says what to type instead. Ends the program with status 2."""
+
+
+def parse(argv):
+    """The settings as a dict with every knob, and the set of those given on the command line."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     description=__doc__, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--config", choices=PRESETS, default="paper", help="preset that the flags below change (paper)")
+    for name, default, kind, text in KNOBS:
+        optional = dict(nargs="?", const=True, metavar="true|false") if kind is switch else {}
+        shown = f"{default!r}" + (f"; demo: {DEMO[name]!r}" if name in DEMO else "")
+        parser.add_argument(f"--{name}", type=kind, help=f"{text} ({shown})".replace("%", "%%"), **optional)
+    given = vars(parser.parse_args(argv))
+    settings = {name: default for name, default, *_ in KNOBS} | PRESETS[given["config"]] | given
+    for name, legal in (("schedule", ("piecewise", "cosine")), ("device", ("auto", "cuda", "mps", "cpu")),
+                        ("dtype", ("auto", "float32", "bfloat16"))):
+        if settings[name] not in legal:
+            raise UsageError(f"{name}={settings[name]}: use one of {', '.join(legal)}")
+    if settings["resume"] and settings["overwrite"]:
+        raise UsageError("resume and overwrite exclude each other: leave one out")
+    model_config(settings, vocab_size=1)  # refuses impossible models before any data is read
+    settings["out"] = settings["out"] or f"out/{settings['config']}-{settings['pos']}-{settings['seed']}"
+    return settings, set(given)
+
+
+def model_config(settings, vocab_size):
+    names = ("pos", "angles", "value_route", "block_size", "n_layer", "n_head", "n_embd", "dropout", "seed")
+    return GPTConfig(vocab_size=vocab_size, **{name: settings[name] for name in names})
+
+
+class Ranks:
+    """The processes of one run: this one's rank, their number, the device, and sums over all."""
+    def __init__(self, wanted):
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        kind = wanted
+        if wanted == "auto":
+            kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        if kind == "cuda" and local >= torch.cuda.device_count():
+            raise UsageError(f"device=cuda: rank {local} of this machine has no GPU, there are "
+                             f"{torch.cuda.device_count()}; use --device=cpu or a smaller --nproc_per_node")
+        if kind == "mps" and (self.size > 1 or not torch.backends.mps.is_available()):
+            raise UsageError("device=mps: needs Apple silicon and a single process; use --device=cpu")
+        self.device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+        if kind == "cuda":
+            torch.cuda.set_device(self.device)
+        if "RANK" in os.environ:
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+
+    def sum(self, values):
+        """values (a list of numbers or scalar tensors) summed over the ranks, as Python floats."""
+        # MPS has no float64 and is always alone
+        total = torch.stack([torch.as_tensor(v, device=self.device).float() for v in values])
+        if dist.is_initialized():
+            total = total.double()
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def barrier(self):
+        if dist.is_initialized():
+            dist.barrier()
+
+
+# ---------------------------------------------------------------- data
+
+def draw(seed, step, index):
+    """Two independent 63-bit integers for sequence `index` of the batch of `step`: where it starts, and its sequence id."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=16).digest()
+    return (int.from_bytes(digest[:8], "little") >> 1, int.from_bytes(digest[8:], "little") >> 1)
+
+
+def training_batch(shards, settings, step, indices):
+    """Inputs and targets (len(indices), block_size) int64 and sequence ids (len(indices),), all on the CPU."""
+    length = settings["block_size"]
+    drawn = [draw(settings["seed"], step, index) for index in indices]
+    rows = np.stack([shards.read(start % (len(shards) - length), length + 1) for start, _ in drawn])
+    rows = torch.from_numpy(rows)
+    return rows[:, :-1], rows[:, 1:], torch.tensor([sequence for _, sequence in drawn])
+
+
+@torch.no_grad()
+def validation_loss(model, shards, settings, ranks, autocast):
+    """Mean loss in nats over the same windows at every call, whatever the number of ranks. Uses no randomness."""
+    length = settings["block_size"]
+    windows = min(settings["eval_tokens"], len(shards) - 1) // length
+    per_pass = max(1, settings["batch_size"] // (ranks.size * settings["grad_accum"]))
+    mine = range(ranks.rank, windows, ranks.size)
+    total = 0.0
+    model.eval()
+    for first in range(0, len(mine), per_pass):
+        chosen = list(mine[first:first + per_pass])
+        rows = torch.from_numpy(np.stack([shards.read(w * length, length + 1) for w in chosen])).to(ranks.device)
+        with autocast():
+            losses = model(rows[:, :-1], rows[:, 1:], torch.tensor(chosen, device=ranks.device), reduction="none")[1]
+        total += losses.cpu().double().sum().item()
+    model.train()
+    return ranks.sum([total])[0] / (windows * length)
+
+
+# ---------------------------------------------------------------- optimization
+
+def learning_rate(settings, step):
+    """Rate of optimizer step `step`, counted from 0."""
+    done = step / max(1, settings["max_steps"])
+    if settings["schedule"] == "piecewise":
+        return settings["lr"] * (1.0 if done < 0.5 else 0.4 if done < 0.75 else 0.1)
+    warmup = settings["warmup"]
+    if done < warmup:
+        return settings["lr"] * (step + 1) / (warmup * settings["max_steps"] + 1)
+    return settings["lr"] * (0.55 + 0.45 * math.cos(math.pi * (done - warmup) / max(1e-9, 1 - warmup)))
+
+
+def make_optimizer(model, settings, device):
+    """AdamW; weight decay on the network's matrices only. Angles and gates are not pulled towards zero."""
+    decayed, free = [], []
+    for name, p in model.named_parameters():
+        (decayed if p.dim() >= 2 and ".position." not in name else free).append(p)
+    groups = [{"params": decayed, "weight_decay": settings["weight_decay"]}, {"params": free, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings["lr"], betas=(0.9, settings["beta2"]), fused=device.type != "mps")
+
+
+# ---------------------------------------------------------------- output
+
+def save_checkpoint(path, model, optimizer, step, settings, meta):
+    """Whole or absent: written beside `path` under another name, flushed to the disk, then renamed over it."""
+    content = {"config": asdict(model.config), "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+               "step": step, "train": settings, "data": meta}
+    unfinished = f"{path}.tmp"
+    try:
+        with open(unfinished, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        if os.path.exists(unfinished):
+            os.remove(unfinished)
+        raise
+    os.replace(unfinished, path)
+
+
+class Log:
+    """log.jsonl, one JSON object a line: first what the run is, then its steps and validation losses."""
+    def __init__(self, path, keep_before):
+        """Resuming at step n drops what an earlier run logged after it, having saved nothing of it."""
+        kept = []
+        if keep_before is not None and os.path.exists(path):
+            with open(path) as file:
+                kept = [line for line in file if line.endswith("}\n") and json.loads(line)["step"] <= keep_before]
+        with open(path + ".tmp", "w") as file:
+            file.writelines(kept)
+        os.replace(path + ".tmp", path)
+        self.file = open(path, "a", buffering=1)
+
+    def write(self, **entry):
+        self.file.write(json.dumps(entry) + "\n")
+
+
+def environment(device, ranks):
+    """What a reader of the log needs to know of the machine and the source."""
+    def git(*words):
+        here = os.path.dirname(os.path.abspath(__file__))
+        try:
+            return subprocess.run(("git", *words), cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": git("rev-parse", "HEAD"), "changed": None if changed is None else bool(changed),
+            "python": platform.python_version(), "torch": torch.__version__, "device": device_name(device),
+            "ranks": ranks.size, "threads": torch.get_num_threads()}
+
+
+def device_name(device):
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
+
+
+def clock(seconds):
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+
+
+# ---------------------------------------------------------------- the run
+
+def resumed_settings(settings, given, checkpoint, path):
+    """A resumed run has the checkpoint's settings. A flag that says otherwise is refused, but for those that cannot
+    change what is computed."""
+    old = checkpoint["train"]
+    for name in sorted(given - FREE_ON_RESUME):
+        if settings[name] != old.get(name):
+            raise UsageError(f"{name}={settings[name]}: {path} was trained with {name}={old.get(name)}; "
+                             f"leave --{name} out, or choose another --out")
+    return old | {name: settings[name] for name in FREE_ON_RESUME if name in given or name in ("out", "resume")} \
+        | {"overwrite": False, "stop_at": settings["stop_at"]}
+
+
+def train(settings, given, ranks):
+    path = os.path.join(settings["out"], "ckpt.pt")
+    checkpoint = None
+    if os.path.exists(path) and not settings["overwrite"]:
+        if not settings["resume"]:
+            raise UsageError(f"out={settings['out']}: holds a checkpoint; go on with --resume, start over with "
+                             "--overwrite, or choose another --out")
+        checkpoint = read_checkpoint(path)
+        settings = resumed_settings(settings, given, checkpoint, path)
+    shards, held_out = TokenShards(settings["data"], "train"), TokenShards(settings["data"], "val")
+    for split, row in (("train", shards), ("val", held_out)):
+        if len(row) <= settings["block_size"]:
+            raise UsageError(f"block_size={settings['block_size']}: the {split} split of {settings['data']} has only "
+                             f"{len(row)} tokens")
+    if settings["batch_size"] % (ranks.size * settings["grad_accum"]):
+        raise UsageError(f"batch_size={settings['batch_size']}: must be a multiple of ranks x grad_accum = "
+                         f"{ranks.size} x {settings['grad_accum']}")
+    if checkpoint and checkpoint["data"]["shards"] != shards.meta["shards"]:
+        raise UsageError(f"data={settings['data']}: not the tokens that {path} was trained on")
+    device = ranks.device
+    low = settings["dtype"] == "bfloat16" or (settings["dtype"] == "auto" and device.type == "cuda")
+    if low and device.type == "mps":
+        raise UsageError("dtype=bfloat16: not used on MPS; use --dtype=float32")
+
+    def autocast():
+        return torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
+
+    model = GPT(model_config(settings, shards.vocab_size))
+    if settings["init_from"] and not checkpoint:
+        upgrade(model, settings["init_from"])
+    if checkpoint:
+        model.load_weights(checkpoint["model"], path)
+    model.to(device)
+    optimizer = make_optimizer(model, settings, device)
+    first = 0
+    if checkpoint:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        first = checkpoint["step"]
+    if settings["compile"]:
+        if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+            raise UsageError("compile=true: torch.compile needs a C++ compiler on CPU; install g++ or leave it out")
+        model.compile(fullgraph=True, dynamic=False)
+    wrapped = model
+    if dist.is_initialized():
+        wrapped = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+
+    ranks.barrier()  # nobody writes before everybody has checked
+    main = ranks.rank == 0
+    if main:
+        os.makedirs(settings["out"], exist_ok=True)
+        if settings["overwrite"] and os.path.exists(path):
+            os.remove(path)
+        log = Log(os.path.join(settings["out"], "log.jsonl"), first if checkpoint else None)
+        n_params = sum(p.numel() for p in model.parameters())
+        mechanism = sum(p.numel() for name, p in model.named_parameters() if ".position." in name)
+        log.write(step=first, run=settings, environment=environment(device, ranks), parameters=n_params)
+        tqdm.write(f"{settings['pos']}: {n_params / 1e6:.2f}M parameters, {mechanism / 1e6:.3f}M of them the mechanism's; "
+                   f"{device_name(device)} x {ranks.size}, {'bfloat16 autocast' if low else 'float32'}; "
+                   f"{settings['out']}{f', resumed at step {first}' if checkpoint else ''}")
+
+    stop_signals = []
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, lambda number, _: stop_signals.append(number))
+
+    last = min(settings["max_steps"], settings["stop_at"] or settings["max_steps"])
+    per_step = settings["batch_size"] * settings["block_size"]
+    micro = settings["batch_size"] // (ranks.size * settings["grad_accum"])
+    peak = next((value for name, value in PEAK.items() if name in device_name(device)), None) if low else None
+    flops = model.flops_per_token(settings["block_size"])
+    bar = tqdm(total=last, initial=first, unit="step", disable=None if main else True, leave=False)
+    model.train()
+    step, logged, started = first, first, time.perf_counter()
+
+    while step < last:
+        # one optimizer step: rank r takes sequences r micro ... (r + 1) micro of each forward pass's share
+        lr = learning_rate(settings, step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = torch.zeros((), device=device)
+        for accum in range(settings["grad_accum"]):
+            begin = (accum * ranks.size + ranks.rank) * micro
+            batch = training_batch(shards, settings, step, range(begin, begin + micro))
+            if device.type == "cuda":
+                batch = [t.pin_memory().to(device, non_blocking=True) for t in batch]
+            idx, targets, sequence = (t.to(device) for t in batch)
+            torch.manual_seed(draw(settings["seed"], step, f"dropout {accum} {ranks.rank}")[0])
+            wait = dist.is_initialized() and accum + 1 < settings["grad_accum"]  # ranks meet at the last pass only
+            with wrapped.no_sync() if wait else nullcontext():
+                with autocast():
+                    share = wrapped(idx, targets, sequence)[1] / settings["grad_accum"]
+                share.backward()
+            loss += share.detach()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip"] or math.inf)
+        total, norm, stopping = ranks.sum([loss, norm, float(bool(stop_signals))])
+        loss, norm = total / ranks.size, norm / ranks.size
+        if not math.isfinite(loss + norm):
+            raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {norm}; stopped before the weights were "
+                                     f"touched. The last checkpoint is kept; try a smaller --lr than {settings['lr']}")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        bar.update()
+
+        finished = step == last or stopping
+        if main and (step % settings["log_interval"] == 0 or finished):
+            seconds = (time.perf_counter() - started) / (step - logged)
+            mfu = flops * per_step / seconds / (peak * ranks.size) if peak else None
+            log.write(step=step, loss=loss, lr=lr, grad_norm=norm, ms=seconds * 1e3, tokens_per_s=per_step / seconds, mfu=mfu)
+            bar.set_postfix_str(f"loss {loss:.3f}")
+            tqdm.write(f"step {step:>6}/{settings['max_steps']}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  "
+                       f"{seconds * 1e3:.0f} ms  {per_step / seconds:,.0f} tokens/s  "
+                       + (f"MFU {mfu:.0%}  " if mfu else "") + f"ETA {clock(seconds * (last - step))}")
+            logged, started = step, time.perf_counter()
+        if step % settings["eval_interval"] == 0 or finished:
+            began = time.perf_counter()
+            val = validation_loss(model, held_out, settings, ranks, autocast)
+            if main:
+                log.write(step=step, val=val, perplexity=math.exp(min(val, 700)))
+                tqdm.write(f"step {step:>6}  validation loss {val:.4f}, perplexity {math.exp(min(val, 700)):.3f}")
+                save_checkpoint(path, model, optimizer, step, settings, shards.meta)
+            started += time.perf_counter() - began  # the next line's ms are of training alone
+        if finished:
+            break
+
+    bar.close()
+    if main:
+        if step == first and not checkpoint:
+            save_checkpoint(path, model, optimizer, step, settings, shards.meta)
+        tqdm.write(f"{path} is at step {step}" + ("; stopped by a signal, go on with --resume" if stop_signals else ""))
+
+
+def upgrade(model, source):
+    """Start from the weights of another mechanism that the model equals at birth (positional.UPGRADES)."""
+    checkpoint = read_checkpoint(source)
+    old, new = GPTConfig(**checkpoint["config"]), model.config
+    check_upgrade(old.pos, new.pos)
+    for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
+        if getattr(old, name) != getattr(new, name):
+            raise UsageError(f"init_from={source}: has {name}={getattr(old, name)}, this run {getattr(new, name)}")
+    model.load_weights(checkpoint["model"], source, missing_ok=lambda name: ".position.steps." in name)
+
+
+def main(argv=None):
+    ranks = None
+    try:
+        settings, given = parse(argv)
+        ranks = Ranks(settings["device"])
+        train(settings, given, ranks)
+    except (UsageError, DataError, CheckpointError, ValueError) as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 2
+    except (FloatingPointError, OSError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
