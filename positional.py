@@ -206,7 +206,8 @@ class Fox(nn.Module):
             self.gate.bias.copy_(-torch.log(torch.expm1(1 / memory)))  # sigmoid(bias) = exp(-1 / memory)
 
     def forward(self, x):
-        return F.softplus(-F.linear(x, precise(self.gate.weight), precise(self.gate.bias))).transpose(1, 2)
+        gate = F.linear(x, precise(self.gate.weight), precise(self.gate.bias))
+        return F.softplus(-gate.transpose(1, 2).contiguous())                                 # (B, H, T)
 
 
 # ---------------------------------------------------------------- the seam

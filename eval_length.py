@@ -1,0 +1,392 @@
+"""How well does a checkpoint predict at lengths it was never trained on?
+
+    python eval_length.py out/*/ckpt.pt --plot=length.png --json=length.json     # evaluate, show, keep
+    python eval_length.py length.json --plot=length.png                          # show again what was kept
+
+The same target tokens are scored at every length: one stretch of held-out text is cut into windows of 512 tokens, of
+1,024, of 2,048 ... so only the context differs. A ratio is perplexity at a length over perplexity at the training
+length, on these tokens: 1 means that longer windows neither help nor hurt, above 1 that they hurt, and below 1 that
+the added context helps (above all the early tokens of a training window, which had little). The late ratio counts only
+targets in the second half of every training-length block: they had at least half a block of context at the shortest.
+Long windows span many documents.
+"""
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from model import GPT, CheckpointError
+from positional import ConstantRotation
+from prepare_data import DataError, TokenShards, integer
+
+FORWARD_TOKENS = 16_384  # short windows are scored so many tokens at a time
+
+
+class UsageError(ValueError):
+    """A request that cannot be met; one line says what to type instead."""
+
+
+# ---------------------------------------------------------------- what a user would try at evaluation time
+
+def apply_tricks(model, length, ntk=False, window=None, logn=False):
+    """Set a trained model up for windows of `length` tokens.
+
+    ntk: RoPE's base times (length / block_size)^(d / (d - 2)), dynamic NTK scaling, so that the slowest plane turns over
+    `length` as far as it did over block_size. window: a query sees itself and the window - 1 keys before it. logn:
+    queries with more than block_size keys have their logits scaled by ln(keys) / ln(block_size) (arXiv 2501.19399)."""
+    config = model.config
+    for block in model.blocks:
+        position = block.attention.position
+        block.attention.window = window
+        position.logn_from = config.block_size if logn else None
+        if ntk:
+            stretch = max(1.0, length / config.block_size)
+            position.steps.base = ConstantRotation.base * stretch ** (config.head_dim / (config.head_dim - 2))
+
+
+def check_tricks(model, path, args):
+    config, steps = model.config, model.blocks[0].attention.position.steps
+    if args.ntk and type(steps) is not ConstantRotation:
+        raise UsageError(f"ntk: rescales RoPE's frequencies, and {path} has pos={config.pos}; leave --ntk out")
+    if args.ntk and config.head_dim <= 2:
+        raise UsageError(f"ntk: needs heads wider than 2, and {path} has {config.head_dim}; leave --ntk out")
+    if args.logn and "logn" in config.pos.split("+"):
+        raise UsageError(f"logn: {path} was trained with +logn already; leave --logn out")
+
+
+# ---------------------------------------------------------------- scoring
+
+def token_losses(model, rows, sequence, device, autocast):
+    """Loss in nats of every target of rows (B, L + 1) int64: (B, L) float64 on the CPU; what is not finite becomes inf."""
+    rows = torch.from_numpy(rows).to(device)
+    with torch.inference_mode(), autocast():
+        losses = model(rows[:, :-1], rows[:, 1:], torch.as_tensor(sequence, device=device), reduction="none")[1]
+    losses = losses.float().cpu().double().numpy()
+    return np.where(np.isfinite(losses), losses, np.inf)
+
+
+def score_length(model, shards, length, n_tokens, device, autocast, bar):
+    """Loss of the targets 1 ... n_tokens of the split, in windows of `length` inputs: (n_tokens,) float64, in order."""
+    n_windows, per_pass = n_tokens // length, max(1, FORWARD_TOKENS // length)
+    losses = np.empty(n_tokens)
+    for first in range(0, n_windows, per_pass):
+        chosen = range(first, min(first + per_pass, n_windows))
+        rows = np.stack([shards.read(w * length, length + 1) for w in chosen])
+        losses[first * length:chosen.stop * length] = token_losses(model, rows, chosen, device, autocast).ravel()
+        bar.update(rows[:, 1:].size)
+    return losses
+
+
+def late_targets(n_tokens, block_size):
+    """(n_tokens,) bool: targets in the second half of their block of block_size. The same tokens at every length."""
+    return np.arange(n_tokens) % block_size >= block_size // 2
+
+
+def perplexity(losses):
+    """exp(total loss / number of targets); never a mean of perplexities."""
+    mean = losses.mean()
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+def paired_error(losses, base, cluster, keep):
+    """Standard error of the mean of losses - base over the targets in `keep`, or None under 8 clusters.
+
+    Differences are paired token by token, and neighbours are not independent: one observation is a cluster, the tokens
+    of one longest window."""
+    difference = np.where(keep, losses - base, 0).reshape(-1, cluster).sum(1) / keep.reshape(-1, cluster).sum(1)
+    if len(difference) < 8 or not np.isfinite(difference).all():
+        return None
+    return float(difference.std(ddof=1) / math.sqrt(len(difference)))
+
+
+def summarize(losses, lengths, block_size):
+    """The rows of the report from losses {length: (N,) float64}: perplexities and ratios, all and late targets."""
+    base, cluster = losses[block_size], max(lengths)
+    kinds = {"": np.ones(len(base), bool), "late_": late_targets(len(base), block_size)}
+    rows = []
+    for length in lengths:
+        row = {"length": length, "windows": len(base) // length}
+        for kind, keep in kinds.items():
+            here, there = perplexity(losses[length][keep]), perplexity(base[keep])
+            ratio = here / there if math.isfinite(there) else math.inf
+            error = paired_error(losses[length], base, cluster, keep)
+            row |= {f"{kind}targets": int(keep.sum()), f"{kind}loss": float(losses[length][keep].mean()),
+                    f"{kind}perplexity": here, f"{kind}ratio": ratio,
+                    f"{kind}ratio_error": None if error is None else ratio * error}  # d exp(x) = exp(x) dx
+        rows.append(row)
+    return rows
+
+
+def loss_by_position(losses, length, per_octave=4):
+    """Mean loss at positions 0 ... length - 1 of windows of `length`, in log-spaced bins: first positions, losses."""
+    by_position = losses.reshape(-1, length).mean(0)
+    edges = np.unique(np.geomspace(1, length + 1, per_octave * max(1, int(math.log2(length))) + 1).round().astype(int)) - 1
+    return {"length": length, "first_position": edges[:-1].tolist(),
+            "loss": [float(by_position[a:b].mean()) for a, b in zip(edges[:-1], edges[1:])]}
+
+
+def recall_probe(model, shards, gaps, passages, device, autocast, bar, setup):
+    """Does the model use text it saw long ago? A passage of block_size / 2 tokens, a gap of other text, the passage again.
+
+    Returns one row a gap (in tokens): mean loss on the second copy, on the same tokens at the same place when the first
+    copy was another passage (what there is to gain), and the standard error of the gain over passages. A window shorter
+    than the gap cannot gain."""
+    half = max(1, model.config.block_size // 2)
+    rows = []
+    for gap in gaps:
+        setup(2 * half + gap)
+        gains, second, control = [], [], []
+        for p in range(passages):
+            # spread over the split: the passage, the gap's text behind it, and another passage before it
+            start = (len(shards) - gap - 2 * half - 1) * p // max(1, passages)
+            other, passage = shards.read(start, half), shards.read(start + half, half)
+            filler = shards.read(start + 2 * half, gap)
+            pair = np.stack([np.concatenate((first, filler, passage)) for first in (passage, other)])
+            # the copy's first token cannot be foreseen
+            losses = token_losses(model, pair, [p, p], device, autocast)[:, -max(1, half - 1):]
+            second.append(losses[0].mean())
+            control.append(losses[1].mean())
+            gains.append(control[-1] - second[-1])
+            bar.update(pair.size)
+        error = float(np.std(gains, ddof=1) / math.sqrt(passages)) if passages > 1 and np.isfinite(gains).all() else None
+        rows.append({"gap": gap, "loss": float(np.mean(second)), "control_loss": float(np.mean(control)),
+                     "gain": float(np.mean(gains)), "gain_error": error})
+    return rows
+
+
+# ---------------------------------------------------------------- one checkpoint
+
+def plan(shards, block_size, lengths, n_tokens):
+    """The lengths to score (always with block_size) and the number of targets, a multiple of each. UsageError by name."""
+    lengths = sorted({*(lengths or [block_size * 2 ** k for k in range(8)]), block_size})
+    available = len(shards) - 1
+    for length in lengths:
+        if length > available:
+            raise UsageError(f"lengths={length}: the val split has only {available} targets; use --lengths=... up to that, "
+                             "or prepare more text (prepare_data.py --val_fraction)")
+    whole = math.lcm(*lengths)
+    wanted = min(available, n_tokens or 8 * max(lengths))
+    if whole > wanted:
+        raise UsageError(f"tokens={wanted}: the lengths {', '.join(map(str, lengths))} all divide only multiples of {whole}; "
+                         f"use lengths that divide the longest, and --tokens from {whole}"
+                         + (f" (the val split has {available})" if whole > available else ""))
+    return lengths, wanted // whole * whole
+
+
+def evaluate(path, args):
+    """Everything the report says of one checkpoint, as a dict that JSON can hold."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else torch.device(args.device)
+    low = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
+    model = GPT.from_checkpoint(path, device)
+    config, checkpoint = model.config, model.checkpoint
+    check_tricks(model, path, args)
+    shards = TokenShards(args.data or checkpoint["train"]["data"], "val")
+    for name in ("tokenizer", "vocab_size"):
+        if shards.meta[name] != checkpoint["data"][name]:
+            raise UsageError(f"data={args.data}: {name} is {shards.meta[name]}, {path} was trained with "
+                             f"{checkpoint['data'][name]}")
+    lengths, n_tokens = plan(shards, config.block_size, args.lengths, args.tokens)
+    gaps = [max(1, config.block_size * 2 ** k // 2) for k in range(8)] if args.recall else []
+    gaps = [gap for gap in gaps if gap + config.block_size < min(len(shards), 2 * max(lengths))]
+
+    def setup(length):
+        apply_tricks(model, length, args.ntk, args.window, args.logn)
+
+    def autocast():
+        return torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
+
+    label = label_of(config, args)
+    started = time.perf_counter()
+    work = n_tokens * len(lengths) + args.recall * sum(2 * (gap + config.block_size) for gap in gaps)
+    losses, seconds = {}, {}
+    with tqdm(total=work, unit="token", unit_scale=True, disable=None, leave=False, desc=label) as bar:
+        for length in lengths:
+            began = time.perf_counter()
+            setup(length)
+            losses[length] = score_length(model, shards, length, n_tokens, device, autocast, bar)
+            seconds[length] = time.perf_counter() - began
+        recall = recall_probe(model, shards, gaps, args.recall, device, autocast, bar, setup) if gaps else []
+    rows = [row | {"seconds": seconds[row["length"]]} for row in summarize(losses, lengths, config.block_size)]
+    return {
+        "label": label, "checkpoint": path, "pos": config.pos, "angles": config.angles, "value_route": config.value_route,
+        "seed": config.seed, "block_size": config.block_size, "step": checkpoint["step"],
+        "parameters": sum(p.numel() for p in model.parameters()), "train": checkpoint["train"],
+        "protocol": protocol(n_tokens, lengths, config.block_size), "data": shards.meta["source"],
+        "ntk": args.ntk, "window": args.window, "logn": args.logn, "dtype": "bfloat16" if low else "float32",
+        "device": device.type, "targets": n_tokens, "seconds": time.perf_counter() - started, "lengths": rows,
+        "by_position": loss_by_position(losses[max(lengths)], max(lengths)), "recall": recall}
+
+
+def label_of(config, args):
+    words = [config.pos] + [config.angles] * (config.angles != "token") + ["own"] * (config.value_route == "own") \
+        + ["ntk"] * args.ntk + [f"window {args.window}"] * bool(args.window) + ["logn"] * args.logn
+    return " ".join(words)
+
+
+def protocol(n_tokens, lengths, block_size):
+    return (f"The first {n_tokens:,} targets of the val split, the same at every length, cut into windows of "
+            f"{', '.join(map(str, lengths))} inputs without overlap. ratio = perplexity / perplexity at {block_size}, the "
+            f"training length; perplexity = exp(total loss / targets). late: targets in the second half of every block of "
+            f"{block_size}. ratio_error: standard error of the paired loss difference, one observation per window of "
+            f"{max(lengths)}, times the ratio; null under 8 of them. Long windows span many documents. by_position: mean "
+            f"loss from each first_position to the next in windows of {max(lengths)}. recall: loss on a passage of "
+            f"{block_size // 2} tokens repeated after `gap` others; control_loss without the first copy.")
+
+
+# ---------------------------------------------------------------- showing results
+
+def column_names(results):
+    """Labels, told apart by seed, and then by checkpoint, where two are the same."""
+    names = [r["label"] for r in results]
+    for more in ("seed", "step", "checkpoint"):
+        names = [f"{n} {more} {r[more]}" if names.count(n) > 1 else n for n, r in zip(names, results)]
+    return names
+
+
+def table(results, kind=""):
+    """Ratios of all ("") or of late ("late_") targets: rows are lengths, columns checkpoints."""
+    def cell(row):
+        if row is None:
+            return "-"
+        error = row[f"{kind}ratio_error"]
+        return f"{row[f'{kind}ratio']:.3f}" + (f" ±{error:.3f}" if error is not None else "")
+    names = column_names(results)
+    lengths = sorted({row["length"] for r in results for row in r["lengths"]})
+    lines = [["length", *names]]
+    for length in lengths:
+        rows = [next((row for row in r["lengths"] if row["length"] == length), None) for r in results]
+        times = {length / r["block_size"] for r in results}
+        lines.append([f"{length}" + (f" ({times.pop():g}x)" if len(times) == 1 else ""), *map(cell, rows)])
+    bases = [next(row for row in r["lengths"] if row["length"] == r["block_size"]) for r in results]
+    lines.append(["perplexity at 1x", *(f"{row[f'{kind}perplexity']:.3f}" for row in bases)])
+    if not kind:
+        lines.append(["parameters", *(f"{r['parameters']:,}" for r in results)])
+    return layout(lines)
+
+
+def recall_table(results):
+    """Gain in nats per token on the second copy of a passage: rows are gaps, columns checkpoints."""
+    def cell(row):
+        return "-" if row is None else f"{row['gain']:.3f}" + (f" ±{row['gain_error']:.3f}" if row["gain_error"] is not None else "")
+    gaps = sorted({row["gap"] for r in results for row in r["recall"]})
+    lines = [["gap", *column_names(results)]]
+    lines += [[str(gap), *(cell(next((row for row in r["recall"] if row["gap"] == gap), None)) for r in results)]
+              for gap in gaps]
+    return layout(lines)
+
+
+def layout(lines):
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+
+
+def plot(results, path):
+    """Ratio against length, loss against position, and recall where it was probed; the training length is marked."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UsageError(f"plot={path}: needs matplotlib; pip install matplotlib, or leave --plot out") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    recall = any(r["recall"] for r in results)
+    figure, axes = plt.subplots(1, 2 + recall, figsize=(6 * (2 + recall), 4.5))
+    for name, r in zip(column_names(results), results):
+        points = [(row["length"], row["ratio"], row["ratio_error"] or 0) for row in r["lengths"] if math.isfinite(row["ratio"])]
+        axes[0].errorbar(*zip(*[p[:2] for p in points]), yerr=[p[2] for p in points], marker="o", markersize=3, label=name)
+        by_position = r["by_position"]
+        ends = by_position["first_position"][1:] + [by_position["length"]]
+        middles = [math.sqrt((a + 1) * b) for a, b in zip(by_position["first_position"], ends)]
+        axes[1].plot(middles, by_position["loss"], label=name)
+        if r["recall"]:
+            axes[-1].errorbar([row["gap"] for row in r["recall"]], [row["gain"] for row in r["recall"]],
+                              yerr=[row["gain_error"] or 0 for row in r["recall"]], marker="o", markersize=3, label=name)
+    titles = [("window length (tokens)", "perplexity / perplexity at the training length"),
+              ("position in the longest window (tokens)", "loss (nats per token)"),
+              ("gap between the copies (tokens)", "gain on the second copy (nats per token)")]
+    axes[0].set_yscale("log")
+    axes[0].yaxis.set_major_formatter("{x:g}")
+    axes[0].yaxis.set_minor_formatter("{x:g}")
+    for axis, (x, y) in zip(axes, titles):
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel=x, ylabel=y)
+        for block_size in {r["block_size"] for r in results}:
+            axis.axvline(block_size, color="gray", linestyle=":", linewidth=1)
+        axis.grid(alpha=0.2)
+    axes[0].legend(fontsize=8)
+    axes[0].set_title("dotted: training length", fontsize=8, loc="right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def read_results(path):
+    try:
+        with open(path) as file:
+            results = json.load(file)
+        for r in results:
+            r["label"], r["block_size"], r["lengths"][0]["ratio"], r["by_position"]["loss"], r["recall"]  # all that is shown
+        return results
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise UsageError(f"{path}: not a results file of eval_length.py ({error})") from None
+
+
+def write_whole(path, text):
+    with open(f"{path}.tmp", "w") as file:
+        file.write(text)
+    os.replace(f"{path}.tmp", path)
+
+
+def lengths_list(text):
+    return [integer(1)(part) for part in text.split(",")]
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", nargs="+", metavar="CKPT", help="checkpoints of train.py, or .json files of earlier results")
+    parser.add_argument("--lengths", type=lengths_list, help="e.g. 512,1024,2048 (the training length times 1, 2, 4 ... 128)")
+    parser.add_argument("--tokens", type=integer(1), help="targets to score at every length (8 longest windows, or all there are)")
+    parser.add_argument("--data", help="directory of prepare_data.py (the one the checkpoint was trained on)")
+    parser.add_argument("--json", help="write all results to this file")
+    parser.add_argument("--plot", help="write a picture to this file, .png .svg or .pdf (needs matplotlib)")
+    parser.add_argument("--ntk", action="store_true", help="rescale RoPE's base to each length (rope only)")
+    parser.add_argument("--window", type=integer(1), help="let every query see only itself and so many keys less one before it")
+    parser.add_argument("--logn", action="store_true", help="scale the logits of queries beyond the training length by ln n")
+    parser.add_argument("--recall", type=integer(0), default=0, metavar="PASSAGES",
+                        help="also probe recall over gaps of 0.5 ... 64 training lengths, with so many passages (0: no probe)")
+    parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+                        help="bfloat16 is autocast, and the default on CUDA")
+    args = parser.parse_args(argv)
+    try:
+        for name in ("json", "plot"):  # an hour's result must not fail for want of a directory
+            folder = os.path.dirname(getattr(args, name) or "") or "."
+            if not os.path.isdir(folder):
+                raise UsageError(f"{name}={getattr(args, name)}: there is no directory {folder}; make it first")
+        results = []
+        for path in args.inputs:
+            results += read_results(path) if path.endswith(".json") else [evaluate(path, args)]
+            if args.json:
+                write_whole(args.json, json.dumps(results, indent=1) + "\n")
+        print("\nperplexity ratio, all targets (below 1: the longer context helps)\n" + table(results))
+        print("\nperplexity ratio, late targets\n" + table(results, "late_"))
+        if any(r["recall"] for r in results):
+            print("\nrecall: gain on the second copy of a passage, nats per token\n" + recall_table(results))
+        if args.plot:
+            plot(results, args.plot)
+            print(f"\npicture: {args.plot}")
+    except (UsageError, DataError, CheckpointError) as error:
+        print(f"eval_length.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

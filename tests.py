@@ -1,0 +1,1084 @@
+"""All tests: pytest tests.py. Mechanisms against slow float64 loops first, then data, training, evaluation, programs.
+
+A reference below is written straight from the definition (a matrix per step, the product along each route); the fast
+paths earn their place against it, values and gradients, at ragged lengths, with 8 heads and with 12.
+"""
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import attention
+import eval_length
+import model as model_file
+import positional
+import prepare_data
+import train
+from attention import Attention, Cache, causal_attention
+from model import GPT, CheckpointError, GPTConfig
+from positional import POSITIONS, Position, parse_position
+from prepare_data import DataError, TokenShards
+
+HERE = Path(__file__).parent
+torch.set_num_threads(1)  # these tensors are small
+MECHANISMS = [*POSITIONS, "rope+alibi", "accrot_qkv+fox", "accrot_qk+logn", "randrot_qkv+alibi+fox+logn"]
+VARIANTS = [dict(pos=pos) for pos in MECHANISMS] + [
+    dict(pos="accrot_qkv", angles="table"), dict(pos="accrot_qk", angles="hidden"),
+    dict(pos="accrot_qkv", value_route="own"), dict(pos="randrot_qkv", value_route="own"),
+    dict(pos="accrot_qkv", angles="hidden", value_route="own")]
+each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(v.values()))
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Dynamo counts recompilations of a function over all models; each test starts at none."""
+    torch._dynamo.reset()
+
+
+each_mechanism = pytest.mark.parametrize("pos", MECHANISMS)
+
+
+def config_of(**changes):
+    """2 layers, width 96, 12 heads, context 32: small, and with a number of heads that is no power of two."""
+    return GPTConfig(**dict(dict(vocab_size=70, block_size=32, n_layer=2, n_head=12, n_embd=96, dropout=0.0), **changes))
+
+
+def shake(module, scale=0.5, seed=0):
+    """Move every parameter of the mechanism off its starting value, so that a test does not see RoPE in all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in module.named_parameters():
+        if ".position." in f".{name}":
+            p.data += torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype) * scale
+    return module
+
+
+def tiny(scale=0.5, **changes):
+    return shake(GPT(config_of(**changes)), scale).eval()
+
+
+def tokens(*shape, vocab=70, seed=1):
+    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------- the reference
+
+def turn(angles):
+    """Dense matrices of steps or routes: angles (..., D/2) to (..., D, D), plane b = coordinates b and b + D/2."""
+    half = angles.size(-1)
+    c, s = torch.diag_embed(angles.cos()), torch.diag_embed(angles.sin())
+    top, bottom = torch.cat((c, -s), -1), torch.cat((s, c), -1)
+    return torch.cat((top, bottom), -2)
+
+
+def hash_in_python(*words):
+    """The counter-based hash of randrot with Python's own integers."""
+    def scramble(h):
+        h = (h ^ h >> 16) * 0x7FEB352D % 2 ** 32
+        h = (h ^ h >> 15) * 0x846CA68B % 2 ** 32
+        return h ^ h >> 16
+    key = scramble(words[0])
+    for word in words[1:]:
+        key = scramble(key ^ word)
+    return key
+
+
+def reference_steps(position, x, embedding, idx, sequence):
+    """Step matrices of the queries' and of the values' route: (B, T, H, D, D) float64 each, from the definitions."""
+    kind, (B, T) = position.steps, idx.shape
+    if isinstance(kind, positional.NoSteps):
+        return None, None
+    H, D = kind.n_head, kind.head_dim
+    w = torch.tensor([10000 ** (-2 * b / D) for b in range(D // 2)], dtype=torch.float64)
+    n_route = 2 if kind.n_route == 2 else 1
+    if type(kind) is positional.ConstantRotation:
+        angles = w.expand(B, T, 1, H, -1)
+    elif type(kind) is positional.RandomRotation:
+        lanes = n_route * H * D // 2
+        draws = [[[hash_in_python(kind.seed % 2 ** 32, kind.layer, s % 2 ** 32, s >> 32, t, lane) for lane in range(lanes)]
+                  for t in range(T)] for s in sequence.tolist()]
+        uniform = ((torch.tensor(draws) // 512).double() + 0.5) / 2 ** 22 - 1
+        angles = uniform.view(B, T, n_route, H, D // 2) * w
+    else:
+        if kind.source == "table":
+            a = kind.angles.weight[idx]
+        else:
+            source = x if kind.source == "hidden" else \
+                (embedding - embedding.mean(-1, keepdim=True)) / (embedding.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+            a = source @ kind.angles.weight.T / math.sqrt(x.size(-1))
+        angles = w + math.pi * torch.tanh(a.view(B, T, n_route, H, D // 2))
+    steps = turn(angles)                                                                      # (B, T, route, H, D, D)
+    return steps[:, :, 0], steps[:, :, -1]
+
+
+def reference_attention(layer, x, embedding, idx, sequence):
+    """Three loops: over queries, keys and the steps between them. Returns (B, T, C)."""
+    B, T, C = x.shape
+    H, D = layer.n_head, layer.head_dim
+    position = layer.position
+    _, routed, controls = parse_position(layer.pos_name)
+    q, k, v = layer.qkv(x).view(B, T, 3, H, D).unbind(2)
+    steps, value_steps = reference_steps(position, x, embedding, idx, sequence)
+    b = torch.zeros(B, T, H, dtype=torch.float64)
+    for decay in position.decays:
+        if isinstance(decay, positional.Alibi):
+            b = b + torch.tensor(LITERAL_SLOPES[H], dtype=torch.float64)
+        else:
+            b = b - torch.log(torch.sigmoid(decay.gate(x)))
+    outs = []
+    for i in range(T):
+        scores, values = [], []
+        route = value_route = torch.eye(D, dtype=torch.float64)
+        bias = torch.zeros(B, H, dtype=torch.float64)
+        for j in range(i, -1, -1):
+            content = (q[:, i] * (route @ k[:, j, :, :, None])[..., 0]).sum(-1) / math.sqrt(D)
+            if "logn" in controls:
+                content = content * position.logn * math.log(i + 2)
+            scores.append(content - bias)
+            values.append((value_route @ v[:, j, :, :, None])[..., 0] if routed == "qkv" else v[:, j])
+            if steps is not None:  # the route to the key before passes this token's step too
+                route, value_route = route @ steps[:, j], value_route @ value_steps[:, j]
+            bias = bias + b[:, j]
+        weights = torch.stack(scores).softmax(0)
+        outs.append((weights[..., None] * torch.stack(values)).sum(0))
+    return layer.proj(torch.stack(outs, 1).reshape(B, T, C))
+
+
+LITERAL_SLOPES = {
+    8: [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256],
+    12: [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256, 2 ** -0.5, 2 ** -1.5, 2 ** -2.5, 2 ** -3.5]}
+
+
+def layer_of(variant, n_head, dtype=torch.float64):
+    torch.manual_seed(0)
+    config = config_of(n_head=n_head, **variant)
+    layer = shake(Attention(config, layer=1)).to(dtype)
+    layer.pos_name = config.pos
+    return layer
+
+
+def inputs_of(B, T, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(T)
+    x, embedding = (torch.randn(B, T, 96, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for _ in "xe")
+    return x, embedding, tokens(B, T), torch.tensor([5, 2 ** 40 + 3])[:B]
+
+
+@pytest.mark.parametrize("n_head", [8, 12])
+@each_variant
+def test_layer_equals_three_loops(variant, n_head):
+    layer = layer_of(variant, n_head)
+    for T in (1, 2, 31, 33):
+        x, embedding, idx, sequence = inputs_of(2, T)
+        weight = torch.randn(2, T, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        wanted = [x, *layer.parameters()] + [embedding] * (variant["pos"].startswith("accrot") and "angles" not in variant)
+        results = []
+        for compute in (layer, lambda *inputs: reference_attention(layer, *inputs)):
+            out = compute(x, embedding, idx, sequence)
+            results.append([out, *torch.autograd.grad((out * weight).sum(), wanted, materialize_grads=True)])
+        for fast, slow in zip(*results):
+            # frequencies are float32 by contract: 1e-7 rad a step
+            torch.testing.assert_close(fast, slow, rtol=2e-5, atol=2e-5)
+
+
+@each_variant
+def test_float32_layer_is_close_to_float64_at_long_and_ragged_lengths(variant):
+    exact, fast = layer_of(variant, 12), layer_of(variant, 12, torch.float32)
+    for T in (63, 64, 65, 129, 1000):
+        x, embedding, idx, sequence = inputs_of(2, T)
+        want = exact(x, embedding, idx, sequence)
+        got = fast(x.float(), embedding.float(), idx, sequence)
+        torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=2e-5)
+
+
+# ---------------------------------------------------------------- conventions, as literals
+
+class GivenSteps(positional.ConstantRotation):
+    """A rotation whose steps are handed in: (T, D/2) radians."""
+    def steps(self, x, embedding, idx, sequence, length):
+        return self.given[length:length + idx.size(1)].expand(1, 1, 1, -1, -1)
+
+
+def given_rotation(given, dtype=torch.float32, routed="qkv"):
+    kind = GivenSteps(config_of(n_head=1, n_embd=2 * given.size(1), pos="rope_qkv"), 0, routed)
+    kind.given = given
+    T = given.size(0)
+    return kind(torch.zeros(1, T, 2, dtype=dtype), None, torch.zeros(1, T, dtype=torch.int64), None, 0, None)
+
+
+def test_route_is_the_steps_after_the_key_up_to_the_query():
+    a, b, c, d = 0.1, 0.2, 0.4, 0.8
+    rotation, _, _ = given_rotation(torch.tensor([[a], [b], [c], [d]]))
+    first = torch.tensor([1.0, 0.0]).expand(1, 1, 4, 2)
+    entered, left = rotation.enter(first)[0, 0], rotation.leave(first)[0, 0]
+    # <q_3, P(1->3) k_1> = cos(c + d); turning is counter-clockwise, entering turns back
+    torch.testing.assert_close(entered[3] @ entered[1], torch.tensor(math.cos(c + d)))
+    torch.testing.assert_close(entered[2] @ entered[2], torch.tensor(1.0))
+    torch.testing.assert_close(left[0], torch.tensor([math.cos(a), math.sin(a)]))
+    torch.testing.assert_close(entered[1], torch.tensor([math.cos(a + b), -math.sin(a + b)]))
+
+
+def test_planes_pair_the_halves_of_a_head():
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    turned = positional.rotate(x, torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0]))  # plane 0 by 90 degrees, plane 1 by 0
+    assert turned.tolist() == [-3.0, 2.0, 1.0, 4.0]
+
+
+def test_rope_frequencies():
+    kind = positional.ConstantRotation(config_of(n_head=1, n_embd=8), 0, "qk")
+    torch.testing.assert_close(kind.frequencies("cpu"), torch.tensor([1.0, 0.1, 0.01, 0.001]))
+
+
+def test_rope_depends_on_distance_only_and_keeps_norms():
+    for pos in ("rope", "rope_qkv"):
+        frame = Position(config_of(pos=pos), 0)(torch.zeros(1, 40, 96), None, tokens(1, 40), torch.zeros(1).long())
+        q, k = torch.randn(2, 1, 12, 1, 8).expand(2, 1, 12, 40, 8)
+        a, b = frame.qk.enter(q), frame.qk.enter(k)
+        scores = a @ b.transpose(-1, -2)
+        torch.testing.assert_close(scores[..., 7:, 7:], scores[..., :-7, :-7], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(a.norm(dim=-1), q.norm(dim=-1))
+
+
+def test_alibi_slopes_and_bias():
+    assert positional.alibi_slopes(8) == LITERAL_SLOPES[8]
+    torch.testing.assert_close(positional.alibi_slopes(12), LITERAL_SLOPES[12])
+    assert positional.alibi_slopes(1) == [2 ** -8]
+    frame = Position(config_of(pos="alibi"), 0)(torch.zeros(1, 9, 96), None, tokens(1, 9), torch.zeros(1).long())
+    zero = torch.zeros(1, 12, 9, 9)
+    weights = causal_attention(zero, zero, torch.eye(9).expand(1, 12, 9, 9), frame.key_bias)
+    log_ratio = (weights[0, :, 8] / weights[0, :, 8, 8:]).log()                               # (H, key) relative to distance 0
+    slopes = torch.tensor(LITERAL_SLOPES[12])
+    torch.testing.assert_close(log_ratio, -slopes[:, None] * torch.arange(8, -1, -1.0), rtol=1e-4, atol=1e-5)
+
+
+def test_fox_starts_with_heads_that_remember_4_tokens_to_block_size():
+    gate = positional.Fox(config_of(block_size=256, n_head=8))
+    b = gate(torch.randn(1, 3, 96))[0, :, 0]
+    torch.testing.assert_close(1 / b[[0, -1]], torch.tensor([4.0, 256.0]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(b[1:] / b[:-1], (4 / 256) ** (1 / 7) * torch.ones(7), rtol=1e-3, atol=1e-3)
+
+
+def test_logn_scales_queries_from_the_first():
+    position = Position(config_of(pos="nope+logn", block_size=99), 0)
+    scale = position.query_scale(0, 99, torch.zeros(1))
+    torch.testing.assert_close(scale[:, [0, 98], 0], torch.tensor([[math.log(2), math.log(100)]]).expand(12, 2) / math.log(100))
+    position = Position(config_of(pos="nope", block_size=4), 0)
+    position.logn_from = 4
+    torch.testing.assert_close(position.query_scale(0, 16, torch.zeros(1))[0, [0, 3, 15], 0], torch.tensor([1.0, 1.0, 2.0]))
+
+
+def test_random_steps_are_pinned():
+    kind = Position(config_of(pos="randrot_qk", n_head=1, n_embd=4, seed=7), 3).steps
+    steps = kind.steps(torch.zeros(1), None, tokens(1, 6), torch.tensor([2 ** 33 + 1]), 10)[0, 0, 0]
+    hashed = [hash_in_python(7, 3, 1, 2, 10 + t, lane) for t in range(6) for lane in range(2)]
+    want = torch.tensor([(h // 512 + 0.5) / 2 ** 22 - 1 for h in hashed]).view(6, 2) * torch.tensor([1.0, 0.01])
+    torch.testing.assert_close(steps, want)
+    assert hashed[0] == PINNED_HASH
+    assert positional.scramble(1) == hash_in_python(1) and int(positional.scramble(torch.tensor(1))) == hash_in_python(1)
+
+
+PINNED_HASH = 1144685656  # of (seed 7, layer 3, sequence 2^33 + 1, position 10, lane 0): another value is another experiment
+
+
+def test_random_steps_are_uniform_and_unrelated():
+    kind = Position(config_of(pos="randrot_qk", n_head=2, n_embd=4), 0).steps
+    n = 50_000
+    steps = kind.steps(torch.zeros(1), None, tokens(2, n), torch.tensor([0, 1]), 0).flatten(0, 2)[:, :, 0].double()
+    steps = torch.stack([*steps, steps[0].roll(1)])                        # sequences x heads, and the position before
+    assert steps.abs().max() < 1 and steps.mean(1).abs().max() < 5 / math.sqrt(3 * n)
+    assert (steps.pow(2).mean(1) - 1 / 3).abs().max() < 5 * math.sqrt(4 / 45 / n)
+    correlation = torch.corrcoef(steps) - torch.eye(len(steps))
+    assert correlation.abs().max() < 5 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("learned, fixed", [(new, old) for old, new in positional.UPGRADES.items()])
+@pytest.mark.parametrize("angles", positional.ANGLES)
+def test_learned_angles_are_rope_at_birth(learned, fixed, angles):
+    a, b = GPT(config_of(pos=learned, angles=angles)), GPT(config_of(pos=fixed))
+    idx = tokens(2, 65)
+    torch.testing.assert_close(a(idx)[0], b(idx)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_every_mechanism_starts_from_the_same_weights():
+    first = GPT(config_of(pos="nope")).state_dict()
+    for pos in MECHANISMS:
+        weights = GPT(config_of(pos=pos)).state_dict()
+        assert all(torch.equal(weights[name], value) for name, value in first.items()), pos
+        assert all(".position." in name for name in weights.keys() - first.keys())
+
+
+# ---------------------------------------------------------------- precision
+
+def wrapped_error(a, b):
+    return torch.remainder(a.double() - b.double() + math.pi, 2 * math.pi).sub(math.pi).abs().max().item()
+
+
+@pytest.mark.parametrize("kind", ["constant", "biased"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_phase_after_65536_steps(kind, dtype):
+    T = 65_536
+    given = torch.full((T, 2), 0.1) if kind == "constant" else torch.randn(T, 2, generator=torch.Generator().manual_seed(0)) + 3
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        rotation, _, state = given_rotation(given)
+        phase = torch.atan2(rotation.sin, rotation.cos)[0, 0]
+    want = given.double().cumsum(0)
+    assert wrapped_error(phase, want) < 1e-5
+    assert wrapped_error(phase[-1] - phase[-9], want[-1] - want[-9]) < 1e-5
+    assert wrapped_error(state[0, 0, 0], want[-1:]) < 1e-9
+
+
+@each_variant
+def test_frames_survive_low_precision_and_length(variant):
+    """A forward at 32, then model.bfloat16(), then 65,536 tokens: cos, sin and c of a fresh float32 model."""
+    config = config_of(n_head=2, n_embd=8, **variant)
+    # weights that bf16 holds exactly, so that both models have the same steps
+    fresh = shake(Position(config, 0)).bfloat16().float()
+    used = Position(config, 0)
+    used.load_state_dict(fresh.state_dict())
+    used(torch.zeros(1, 32, 8), torch.zeros(1, 32, 8), tokens(1, 32), torch.tensor([0]))
+    used.bfloat16()
+    x, embedding = torch.randn(2, 1, 65_536, 8).bfloat16()
+    idx, sequence = tokens(1, 65_536), torch.tensor([9])
+    frames = [fresh(x.float(), embedding.float(), idx, sequence)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            frames.append(used(x, embedding, idx, sequence))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    want, got = frames
+    for name in ("qk", "v"):
+        if isinstance(getattr(want, name), positional.Rotation):
+            a, b = getattr(want, name), getattr(got, name)
+            assert b.cos.dtype == torch.float32
+            assert wrapped_error(torch.atan2(a.sin, a.cos), torch.atan2(b.sin, b.cos)) < 1e-3
+    for name in ("key_bias", "query_scale"):
+        if getattr(want, name) is not None:
+            torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-6, atol=1e-6)
+
+
+def test_bias_coordinate_in_bf16_is_exact_to_24_bits():
+    c = torch.rand(1, 2, 4096).double().cumsum(-1) * 16
+    q = k = v = torch.zeros(1, 2, 4096, 96, dtype=torch.bfloat16)
+    q, k, v = attention.append_bias(q, k, v, c)
+    assert q.size(-1) == k.size(-1) == v.size(-1) == 104 and q.dtype == k.dtype == torch.bfloat16
+    logits = (q.double() * k.double()).sum(-1) / math.sqrt(96)
+    middle = (c[..., :1] + c[..., -1:]) / 2
+    assert (logits - (c - middle)).abs().max() < 2 ** -22 * c.max()
+
+
+def test_bias_at_65536_tokens_in_float32_is_close_to_float64():
+    T = 65_536
+    rows = [100, 30_000, T - 1]
+    q, k, v = torch.randn(3, 1, 2, T, 8, generator=torch.Generator().manual_seed(0))
+    slopes = torch.tensor([0.5, 1 / 256], dtype=torch.float64)
+    c = (slopes[:, None] * torch.arange(1, T + 1))[None]
+    got = causal_attention(q, k, v, c)
+    for row in rows:
+        scores = (q[:, :, row:row + 1].double() @ k[:, :, :row + 1].double().transpose(-1, -2)) / math.sqrt(8)
+        scores = scores + (c[..., :row + 1] - c[..., row:row + 1])[..., None, :]
+        want = (scores.softmax(-1) @ v[:, :, :row + 1].double())[:, :, 0]
+        assert ((got[:, :, row] - want).norm() / want.norm()) < 2e-3
+
+
+@each_variant
+def test_bf16_autocast_is_close(variant):
+    model, idx = tiny(**variant), tokens(2, 129)
+    want = model(idx)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        got, loss = model(idx)[0], model(idx, idx)[1]
+    assert loss.dtype == torch.float32
+    assert (got.float() - want).norm() / want.norm() < 0.02
+
+
+# ---------------------------------------------------------------- every path sees the same past
+
+CHANGES = (1, 3, 7, 15, 31, 32, 63, 64)
+
+
+def decoded(model, idx, first):
+    """Logits with a cache: `first` tokens at once, three more, then one at a time."""
+    caches = [Cache(idx.size(1)) for _ in model.blocks]
+    cuts = [0, first, first + 3, *range(first + 4, idx.size(1) + 1)]
+    return torch.cat([model(idx[:, a:b], caches=caches)[0] for a, b in zip(cuts[:-1], cuts[1:])], 1)
+
+
+@torch.no_grad()
+@each_variant
+def test_no_path_sees_later_tokens(variant):
+    model, idx = tiny(**variant), tokens(2, 65)
+    windowed = tiny(**variant)
+    eval_length.apply_tricks(windowed, 65, window=9)
+    paths = [lambda i: model(i)[0], lambda i: windowed(i)[0], lambda i: decoded(model, i, 20),
+             torch.compile(lambda i: model(i)[0], backend="aot_eager", fullgraph=True)]
+    for path in paths:
+        want = path(idx)
+        for p in CHANGES:
+            changed = idx.clone()
+            changed[:, p:] = (changed[:, p:] + 1 + p) % 70
+            got = path(changed)
+            torch.testing.assert_close(got[:, :p], want[:, :p], rtol=1e-5, atol=1e-5)
+            assert (got[:, p:] - want[:, p:]).abs().max() > 1e-3
+
+
+@torch.no_grad()
+@each_variant
+def test_cached_decoding_equals_the_whole_forward(variant):
+    model, idx = tiny(**variant), tokens(2, 65)
+    for window in (None, 9):
+        eval_length.apply_tricks(model, 65, window=window)
+        torch.testing.assert_close(decoded(model, idx, 20), model(idx)[0], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@each_mechanism
+def test_generate_equals_uncached_sampling(pos):
+    model, idx = tiny(pos=pos), tokens(2, 5)
+    with torch.autocast("cpu", enabled=False):
+        got = model.generate(idx, 40, temperature=0)
+    for _ in range(40):
+        idx = torch.cat((idx, model(idx)[0][:, -1:, :70].argmax(-1)), 1)
+    assert torch.equal(got, idx)
+
+
+def test_generate_never_samples_padding():
+    model = tiny(vocab_size=3)
+    assert model.head.weight.shape[0] == 64
+    assert model.generate(tokens(4, 2, vocab=3), 100, temperature=50.0).max() < 3
+
+
+@each_variant
+def test_compiled_graph_equals_eager(variant):
+    model, idx = tiny(n_layer=1, **variant), tokens(2, 33)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    for T in (1, 33):
+        grads = []
+        for m in (model, compiled):
+            loss = m(idx[:, :T], idx[:, :T])[1]
+            grads.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+        for got, want in zip(grads[1], grads[0]):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="generated code needs a C++ compiler")
+@pytest.mark.parametrize("pos", ["accrot_qkv+fox+logn", "randrot_qkv+alibi"])
+def test_generated_code_equals_eager(pos):
+    model, idx = tiny(pos=pos, n_layer=1), tokens(2, 33)
+    grads = []
+    for _ in range(2):
+        loss = model(idx, idx)[1]
+        grads.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+        model.compile(fullgraph=True, dynamic=False)
+    for got, want in zip(grads[1], grads[0]):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@each_variant
+def test_cuda_equals_cpu(variant):
+    model, idx = tiny(**variant), tokens(2, 129)
+    want = model(idx)[0]
+    torch.testing.assert_close(model.cuda()(idx.cuda())[0].cpu(), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("pos", ["accrot_qkv", "alibi"])
+def test_window_equals_a_masked_softmax(pos):
+    layer = layer_of(dict(pos=pos), 12)
+    x, embedding, idx, sequence = inputs_of(2, 50)
+    frame = layer.position(x, embedding, idx, sequence)
+    q, k, v = layer.qkv(x).view(2, 50, 3, 12, 8).permute(2, 0, 3, 1, 4)
+    q, k = frame.qk.enter(q), frame.qk.enter(k)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(8)
+    if frame.key_bias is not None:
+        scores = scores + frame.key_bias[..., None, :]
+    for window in (1, 2, 7, 49, 50, 51):
+        distance = torch.arange(50)[:, None] - torch.arange(50)
+        want = scores.masked_fill((distance < 0) | (distance >= window), -math.inf).softmax(-1) @ v
+        torch.testing.assert_close(causal_attention(q, k, v, frame.key_bias, window), want, rtol=1e-9, atol=1e-9)
+
+
+# ---------------------------------------------------------------- the model
+
+@each_variant
+def test_every_parameter_gets_a_gradient(variant):
+    model, idx = tiny(**variant), tokens(2, 32)
+    model(idx, idx)[1].backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for name, p in model.named_parameters()
+               if name != "embed.weight")
+
+
+def test_sliced_loss_equals_the_whole(monkeypatch):
+    model, idx, targets = tiny(), tokens(3, 40), tokens(3, 40, seed=2)
+    logits = model(idx)[0]
+    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(3, 40)
+    calls = []
+    monkeypatch.setattr(model.config.__class__, "padded_vocab_size", property(lambda self: calls.append(1) or 2 ** 20))
+    with torch.no_grad():
+        each, mean = model(idx, targets, reduction="none")[1], model(idx, targets)[1]
+    assert calls
+    torch.testing.assert_close(each, want)
+    torch.testing.assert_close(mean, want.mean())
+
+
+def test_paper_size():
+    with torch.device("meta"):
+        model = GPT.__new__(GPT)
+    config = GPTConfig()
+    assert (config.n_layer, config.n_head, config.n_embd, config.head_dim, config.block_size) == (16, 8, 768, 96, 512)
+    assert config.padded_vocab_size == 50304
+    del model
+
+
+@pytest.mark.parametrize("change, word", [
+    (dict(pos="roep"), "roep"), (dict(pos="rope+alibi+alibi"), "twice"), (dict(pos="alibi+alibi"), "twice"),
+    (dict(pos="rope+banana"), "banana"), (dict(pos=""), "pos"), (dict(n_head=7), "n_head"), (dict(n_head=96, pos="rope"), "n_head"),
+    (dict(n_layer=0), "n_layer"), (dict(n_embd=-1), "n_embd"), (dict(dropout=float("nan")), "dropout"), (dict(dropout=1.0), "dropout"),
+    (dict(angles="hiden"), "angles"), (dict(angles="table", pos="rope"), "angles"), (dict(value_route="own", pos="rope_qkv"), "value_route"),
+    (dict(value_route="own", pos="accrot_qk"), "value_route"), (dict(vocab_size=True), "vocab_size"), (dict(seed=-1), "seed")])
+def test_impossible_models_are_refused_by_name(change, word):
+    with pytest.raises(ValueError, match=word):
+        config_of(**change)
+
+
+def in_process(code, *arguments, timeout=300, **env):
+    """Run code in a fresh interpreter; returns its stdout."""
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=timeout,
+                          cwd=HERE, env=os.environ | env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+MEMORY = """
+import resource, sys, torch
+from model import GPT, GPTConfig
+torch.set_num_threads(2)
+model = GPT(GPTConfig(pos=sys.argv[1], n_layer=1, n_head=1, n_embd=16, vocab_size=50257, block_size=32, dropout=0.0)).eval()
+def run(T):
+    idx = torch.arange(T)[None] % 997
+    with torch.inference_mode():
+        loss = model(idx, idx, reduction="none")[1]
+    assert loss.shape == (1, T) and bool(loss.isfinite().all())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+run(64); small = run(4096); print(run(65536) - small)
+"""
+
+
+@pytest.mark.parametrize("pos", ["alibi", "accrot_qkv+fox"])
+def test_65536_tokens_in_linear_memory(pos):
+    """T x T would be 17 GB, and T x vocabulary 13 GB."""
+    assert float(in_process(MEMORY, pos)) < 700
+
+
+# ---------------------------------------------------------------- checkpoints
+
+def write_checkpoint(path, model, data=None, **changes):
+    optimizer = train.make_optimizer(model, dict(lr=1e-3, weight_decay=0.1, beta2=0.95), torch.device("cpu"))
+    train.save_checkpoint(str(path), model, optimizer, 3, dict(pos=model.config.pos, data="nowhere", seed=1),
+                          data or dict(tokenizer="bytes", vocab_size=model.config.vocab_size, shards={}))
+    if changes:
+        content = torch.load(path, weights_only=True)
+        content.update(changes)
+        torch.save(content, path)
+    return str(path)
+
+
+def test_checkpoint_round_trip(tmp_path):
+    model, idx = tiny(pos="accrot_qkv+fox+logn"), tokens(2, 20)
+    path = write_checkpoint(tmp_path / "ckpt.pt", model)
+    loaded = GPT.from_checkpoint(path)
+    assert torch.equal(loaded(idx)[0], model(idx)[0]) and not loaded.training and loaded.checkpoint["step"] == 3
+    assert "optimizer" not in loaded.checkpoint
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_wrapped_names_load(tmp_path, prefix):
+    model = tiny()
+    path = write_checkpoint(tmp_path / "ckpt.pt", model, model={prefix + n: p for n, p in model.state_dict().items()})
+    torch.testing.assert_close(dict(GPT.from_checkpoint(path).state_dict()), dict(model.state_dict()))
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
+    model = tiny(pos="accrot_qkv")
+    weights = model.state_dict()
+    renamed = {("head.wait" if n == "head.weight" else n): p for n, p in weights.items()}
+    as_fox = vars(config_of(pos="fox"))
+    cases = [(dict(model=renamed), "head.weight.*head.wait"), (dict(config=as_fox), "pos=fox.*gate"),
+             (dict(config=as_fox | dict(pos="fxo")), "fxo"), (dict(config={}), "config"), (dict(step="3"), "step"),
+             (dict(model={n: p[..., :1] for n, p in weights.items()}), "shape")]
+    for changes, words in cases:
+        path = write_checkpoint(tmp_path / "ckpt.pt", model, **changes)
+        with pytest.raises(CheckpointError, match=f"(?s){words}"):
+            GPT.from_checkpoint(path)
+    good = write_checkpoint(tmp_path / "good.pt", model)
+    whole = Path(good).read_bytes()
+    for name, content in (("cut", whole[:len(whole) // 2]), ("empty", b""), ("text", b"hello"), ("pickle", b"cos\nsystem\n.")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match="not a whole checkpoint"):
+            GPT.from_checkpoint(str(tmp_path / name))
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        GPT.from_checkpoint(str(tmp_path / "absent.pt"))
+
+
+def test_a_failed_save_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    path = write_checkpoint(tmp_path / "ckpt.pt", tiny(seed=1))
+    before = Path(path).read_bytes()
+
+    def full_disk(content, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError):
+        write_checkpoint(path, tiny(seed=2))
+    assert Path(path).read_bytes() == before and os.listdir(tmp_path) == ["ckpt.pt"]
+
+
+SAVING = """
+import sys, torch, tests
+models = [tests.tiny(seed=s) for s in (1, 2)]
+print("ready", flush=True)
+while True:
+    for m in models:
+        tests.write_checkpoint(sys.argv[1], m)
+"""
+
+
+def test_kill_9_while_saving_leaves_a_whole_checkpoint(tmp_path):
+    path = tmp_path / "ckpt.pt"
+    rng = random.Random(0)
+    for _ in range(4):
+        process = subprocess.Popen([sys.executable, "-c", SAVING, str(path)], stdout=subprocess.PIPE, cwd=HERE)
+        process.stdout.readline()
+        time.sleep(0.2 + rng.random() / 5)
+        process.kill()
+        process.wait()
+        assert GPT.from_checkpoint(str(path)).config.seed in (1, 2)
+
+
+# ---------------------------------------------------------------- training
+
+WORDS = "def return import class self print range len for while if else".split()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A prepared directory: 400 small documents as bytes."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = random.Random(0)
+    with open(folder / "text.jsonl", "w") as file:
+        for n in range(400):
+            file.write(json.dumps({"text": f"document {n}: " + " ".join(rng.choices(WORDS, k=rng.randrange(20, 90)))}) + "\n")
+    assert prepare_data.main([f"--dataset={folder}/text.jsonl", "--tokenizer=bytes", f"--out={folder}/data",
+                              "--val_fraction=0.2", "--num_proc=1"]) in (0, None)
+    return str(folder / "data")
+
+
+SMALL = ["--config=demo", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32", "--batch_size=4", "--max_steps=10",
+         "--eval_interval=5", "--eval_tokens=1024", "--device=cpu"]
+
+
+def run_train(corpus, out, *flags):
+    return train.main([*SMALL, f"--data={corpus}", f"--out={out}", *flags])
+
+
+def load(out):
+    return torch.load(Path(out) / "ckpt.pt", weights_only=True)
+
+
+def log_of(out):
+    return [json.loads(line) for line in open(Path(out) / "log.jsonl")]
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("flags", [["--pos=accrot_qkv+fox"], ["--pos=randrot_qkv", "--schedule=piecewise", "--grad_accum=2"]])
+def test_resuming_is_exactly_continuing(corpus, tmp_path, flags):
+    flags = [*flags, "--dropout=0.1", "--log_interval=1"]
+    assert run_train(corpus, tmp_path / "whole", *flags) == 0
+    assert run_train(corpus, tmp_path / "parts", *flags, "--stop_at=5") == 0
+    assert load(tmp_path / "parts")["step"] == 5
+    assert run_train(corpus, tmp_path / "parts", *flags, "--resume") == 0
+    whole, parts = load(tmp_path / "whole"), load(tmp_path / "parts")
+    assert whole["step"] == parts["step"] == 10
+    assert same(whole["model"], parts["model"]) and same(whole["optimizer"], parts["optimizer"])
+    logs = [[(e["step"], e.get("loss"), e.get("lr"), e.get("val")) for e in log_of(tmp_path / out) if "run" not in e]
+            for out in ("whole", "parts")]
+    assert logs[0] == logs[1] and len(logs[0]) == 12
+
+
+def test_a_signal_saves_and_resuming_continues(corpus, tmp_path, monkeypatch):
+    assert run_train(corpus, tmp_path / "whole") == 0
+    original = train.learning_rate
+
+    def interrupted(settings, step):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(settings, step)
+    monkeypatch.setattr(train, "learning_rate", interrupted)
+    assert run_train(corpus, tmp_path / "parts") == 0
+    monkeypatch.setattr(train, "learning_rate", original)
+    assert load(tmp_path / "parts")["step"] == 4
+    assert run_train(corpus, tmp_path / "parts", "--resume") == 0
+    assert same(load(tmp_path / "whole")["model"], load(tmp_path / "parts")["model"])
+
+
+def torchrun(ranks, *arguments):
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "train.py",
+                           *arguments], cwd=HERE, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_two_ranks_and_accumulation_equal_one_process(corpus, tmp_path):
+    flags = ["--pos=accrot_qkv+fox", "--dropout=0", "--batch_size=8", "--max_steps=4", "--log_interval=1", "--eval_interval=2"]
+    assert run_train(corpus, tmp_path / "one", *flags) == 0
+    torchrun(2, *SMALL, f"--data={corpus}", f"--out={tmp_path / 'two'}", *flags, "--grad_accum=4")
+    one, two = load(tmp_path / "one"), load(tmp_path / "two")
+    for name, value in one["model"].items():
+        torch.testing.assert_close(two["model"][name], value, rtol=1e-5, atol=1e-5)
+    for a, b in zip(log_of(tmp_path / "one")[1:], log_of(tmp_path / "two")[1:]):
+        for name in a.keys() & {"step", "loss", "val", "lr", "grad_norm"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
+
+
+def test_batches_depend_on_seed_step_and_index_only(corpus):
+    shards, settings = TokenShards(corpus, "train"), dict(seed=3, block_size=32)
+    idx, targets, sequence = train.training_batch(shards, settings, 7, range(8))
+    parts = [train.training_batch(shards, settings, 7, range(a, a + 2)) for a in (0, 2, 4, 6)]
+    for whole, pieces in zip((idx, targets, sequence), zip(*parts)):
+        assert torch.equal(whole, torch.cat(pieces))
+    assert torch.equal(idx[:, 1:], targets[:, :-1])
+    start, number = train.draw(3, 7, 0)
+    assert idx[0].tolist() == shards.read(start % (len(shards) - 32), 32).tolist() and sequence[0] == number
+    assert not torch.equal(idx, train.training_batch(shards, settings, 8, range(8))[0])
+    assert not torch.equal(idx, train.training_batch(shards, dict(settings, seed=4), 7, range(8))[0])
+
+
+def test_learning_rates():
+    paper = dict(schedule="piecewise", lr=5e-4, max_steps=200)
+    assert [train.learning_rate(paper, s) for s in (0, 99, 100, 149, 150, 199)] == pytest.approx([5e-4, 5e-4, 2e-4, 2e-4, 5e-5, 5e-5])
+    cosine = dict(schedule="cosine", lr=1.0, max_steps=100, warmup=0.1)
+    rates = [train.learning_rate(cosine, s) for s in range(101)]
+    assert rates[0] < 0.1 and rates[10] == 1 and rates[55] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)
+    assert all(a < b for a, b in zip(rates[:10], rates[1:11])) and all(a > b for a, b in zip(rates[10:], rates[11:]))
+
+
+def test_mechanisms_are_not_decayed():
+    model = tiny(pos="accrot_qkv+fox")
+    decayed, free = train.make_optimizer(model, dict(lr=1, weight_decay=0.1, beta2=0.9), torch.device("cpu")).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.1 and free["weight_decay"] == 0
+    assert {names[id(p)] for p in decayed["params"]} == {n for n, p in model.named_parameters() if p.dim() > 1 and "position" not in n}
+    assert len(decayed["params"]) + len(free["params"]) == len(names)
+
+
+class Successor(nn.Module):
+    """All mass on the id after the input, whatever the position."""
+    def forward(self, idx, targets, sequence=None, reduction="none"):
+        logits = 1000.0 * F.one_hot((idx + 1) % 257, 257).float()
+        return None, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+
+
+class Counting:
+    """A split that reads 0 1 2 3 ... and round again."""
+    meta = dict(tokenizer="bytes", vocab_size=257, source="counting")
+
+    def __init__(self, n=4097):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def read(self, start, count):
+        assert 0 <= start and start + count <= self.n
+        return np.arange(start, start + count) % 257
+
+
+def no_autocast():
+    return torch.autocast("cpu", enabled=False)
+
+
+def test_targets_are_shifted_once_everywhere():
+    ranks = train.Ranks("cpu")
+    settings = dict(seed=1, block_size=32, eval_tokens=1024, batch_size=4, grad_accum=1)
+    idx, targets, sequence = train.training_batch(Counting(), settings, 0, range(4))
+    assert Successor()(idx, targets)[1].sum() == 0
+    assert train.validation_loss(Successor(), Counting(), settings, ranks, no_autocast) == 0
+    losses = eval_length.score_length(Successor(), Counting(), 64, 4096, "cpu", no_autocast, Quiet())
+    assert losses.shape == (4096,) and losses.sum() == 0
+
+
+class Quiet:
+    def update(self, _):
+        pass
+
+
+def test_validation_is_the_same_for_any_batch_and_consumes_no_randomness(corpus):
+    model, ranks, val = tiny(vocab_size=257, pos="randrot_qk"), train.Ranks("cpu"), TokenShards(corpus, "val")
+    settings = dict(seed=1, block_size=32, eval_tokens=2048, grad_accum=1)
+    before = torch.get_rng_state()
+    losses = [train.validation_loss(model, val, dict(settings, batch_size=b), ranks, no_autocast) for b in (1, 5, 64)]
+    assert torch.equal(before, torch.get_rng_state())
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
+
+
+def test_init_from_upgrades_rope(corpus, tmp_path, capsys):
+    assert run_train(corpus, tmp_path / "rope", "--pos=rope+fox") == 0
+    source = f"--init_from={tmp_path}/rope/ckpt.pt"
+    assert run_train(corpus, tmp_path / "new", "--pos=accrot_qk+fox", "--angles=hidden", source, "--max_steps=0") == 0
+    idx = tokens(2, 40, vocab=257)
+    old, new = GPT.from_checkpoint(f"{tmp_path}/rope/ckpt.pt"), GPT.from_checkpoint(f"{tmp_path}/new/ckpt.pt")
+    torch.testing.assert_close(new(idx)[0], old(idx)[0], rtol=1e-5, atol=1e-5)
+    for pos in ("accrot_qkv+fox", "accrot_qk", "rope+fox", "alibi"):
+        assert run_train(corpus, tmp_path / "no", f"--pos={pos}", source) == 2
+        assert "init_from" in capsys.readouterr().err
+    assert run_train(corpus, tmp_path / "no", "--pos=accrot_qk+fox", source, "--n_embd=64") == 2
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_diverging_run_stops_and_keeps_its_checkpoint(corpus, tmp_path, capsys, monkeypatch):
+    original = train.training_batch
+
+    def poisoned(shards, settings, step, indices):
+        if step == 7:
+            monkeypatch.setattr(GPT, "forward", lambda self, *_: (None, self.embed.weight.sum() * math.nan))
+        return original(shards, settings, step, indices)
+    monkeypatch.setattr(train, "training_batch", poisoned)
+    assert run_train(corpus, tmp_path / "out") == 1
+    assert "step 8" in capsys.readouterr().err
+    kept = load(tmp_path / "out")
+    assert kept["step"] == 5 and all(p.isfinite().all() for p in kept["model"].values())
+
+
+def test_a_huge_learning_rate_ends_by_itself(corpus, tmp_path, capsys):
+    assert run_train(corpus, tmp_path / "out", "--lr=1e30", "--schedule=piecewise") == 1
+    assert "loss" in capsys.readouterr().err and os.listdir(tmp_path / "out") == ["log.jsonl"]
+
+
+def test_an_output_directory_is_not_overwritten(corpus, tmp_path, capsys):
+    assert run_train(corpus, tmp_path / "out", "--max_steps=2") == 0
+    before = (tmp_path / "out/ckpt.pt").read_bytes()
+    assert run_train(corpus, tmp_path / "out", "--max_steps=2") == 2
+    assert "--resume" in capsys.readouterr().err
+    assert run_train(corpus, tmp_path / "out", "--max_steps=2", "--resume", "--pos=rope") == 2
+    message = capsys.readouterr().err
+    assert "pos=rope" in message and "accrot_qkv" in message
+    assert (tmp_path / "out/ckpt.pt").read_bytes() == before
+    assert run_train(corpus, tmp_path / "out", "--max_steps=1", "--overwrite") == 0
+    assert load(tmp_path / "out")["step"] == 1
+
+
+def test_resume_refuses_other_data(corpus, tmp_path, capsys):
+    assert run_train(corpus, tmp_path / "out", "--max_steps=4", "--stop_at=2") == 0
+    source = Path(corpus).parent / "text.jsonl"
+    assert prepare_data.main([f"--dataset={source}", "--tokenizer=bytes", f"--out={tmp_path}/data", "--limit_docs=300",
+                              "--val_fraction=0.2", "--num_proc=1"]) in (0, None)
+    assert run_train(f"{tmp_path}/data", tmp_path / "out", "--max_steps=4", "--resume") == 2
+    assert "not the tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag, word", [
+    ("--learningrate=1", "learningrate"), ("--max_st=5", "max_st"), ("--pos=roep", "roep"), ("--n_head=7", "n_head"),
+    ("--n_head=32", "n_head"), ("--n_layer=0", "n_layer"), ("--n_embd=-1", "n_embd"), ("--lr=nan", "lr"), ("--lr=inf", "lr"),
+    ("--dropout=1", "dropout"), ("--schedule=linear", "schedule"), ("--device=gpu", "device"), ("--dtype=fp16", "dtype"),
+    ("--config=tiny", "config"), ("--batch_size=1.5", "batch_size"), ("--compile=maybe", "compile"), ("--angles=hiden", "angles"),
+    ("--seed=-1", "seed"), ("extra", "extra")])
+def test_bad_flags_stop_before_data_is_read(flag, word, tmp_path, capsys):
+    try:
+        status = run_train("/nonexistent", tmp_path / "out", flag)
+    except SystemExit as stop:
+        status = stop.code
+    message = capsys.readouterr().err
+    assert status == 2 and word in message and "nonexistent" not in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_data_says_what_to_type(tmp_path, capsys):
+    assert run_train(tmp_path / "nothing", tmp_path / "out") == 2
+    assert "prepare_data.py" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert train.main([*SMALL, f"--data={tmp_path}", "--batch_size=5", "--grad_accum=2"]) == 2
+
+
+def test_every_knob_is_documented():
+    help_text = in_process("import train; train.parse(['--help'])")
+    assert all(f"--{name}" in help_text and text.split()[0] in help_text for name, _, _, text in train.KNOBS)
+
+
+# ---------------------------------------------------------------- evaluation
+
+def test_perplexity_is_the_exponential_of_total_loss_over_targets():
+    assert math.log(eval_length.perplexity(np.array([1.0] * 512 + [5.0] * 8))) == pytest.approx(1.0615, abs=1e-4)
+    assert eval_length.perplexity(np.array([1.0, math.inf])) == math.inf
+
+
+class Unigram(nn.Module):
+    """Ignores all context but the present token."""
+    def forward(self, idx, targets, sequence=None, reduction="none"):
+        return None, 1 + torch.sin(targets.float() * 12.9898 + idx.float() * 78.233)
+
+
+def test_a_model_that_ignores_context_has_ratio_one():
+    lengths = [64, 128, 512]
+    losses = [{n: eval_length.score_length(Unigram(), Counting(8193), n, 8192, "cpu", no_autocast, Quiet()) for n in lengths}
+              for _ in range(2)]
+    rows = eval_length.summarize(losses[0], lengths, 64)
+    assert rows == eval_length.summarize(losses[1], lengths, 64)
+    for row in rows:
+        assert row["ratio"] == row["late_ratio"] == 1.0 and row["ratio_error"] == 0.0
+        assert row["targets"] == 8192 and row["late_targets"] == 4096 and row["windows"] == 8192 // row["length"]
+
+
+def test_ratios_errors_and_late_targets_by_hand():
+    n, base = 1024, np.zeros(1024)
+    longer = np.zeros(1024)
+    clusters = np.arange(8, dtype=float) / 10                   # one difference per window of 128
+    longer += np.repeat(clusters, 128)
+    longer[np.arange(n) % 64 < 32] += 7.0                      # early halves of blocks of 64: not late
+    rows = {row["length"]: row for row in eval_length.summarize({64: base, 128: longer}, [64, 128], 64)}
+    late = math.exp(0.35)
+    assert rows[128]["late_ratio"] == pytest.approx(late) and rows[128]["ratio"] == pytest.approx(late * math.exp(3.5))
+    assert rows[128]["late_ratio_error"] == pytest.approx(late * clusters.std(ddof=1) / math.sqrt(8))
+    assert rows[64]["ratio"] == 1.0
+    few = eval_length.summarize({64: base, 256: longer}, [64, 256], 64)
+    assert few[1]["ratio_error"] is None                        # 4 clusters
+
+
+def test_loss_by_position_covers_every_position_once():
+    length = 100
+    losses = np.tile(np.arange(length, dtype=float), 3)
+    result = eval_length.loss_by_position(losses, length)
+    first, loss = result["first_position"], result["loss"]
+    ends = first[1:] + [length]
+    assert first[0] == 0 and all(a < b for a, b in zip(first, ends))
+    assert loss == pytest.approx([(a + b - 1) / 2 for a, b in zip(first, ends)])
+
+
+def test_windows_score_the_same_tokens_with_more_context(corpus):
+    """Each target's loss equals that of one forward over its own window."""
+    model, val = tiny(pos="randrot_qk", vocab_size=257), TokenShards(corpus, "val")
+    losses = eval_length.score_length(model, val, 96, 960, "cpu", no_autocast, Quiet())
+    for window in (0, 7):
+        row = torch.from_numpy(val.read(window * 96, 97))[None]
+        with torch.no_grad():
+            want = model(row[:, :-1], row[:, 1:], torch.tensor([window]), reduction="none")[1]
+        np.testing.assert_allclose(losses[window * 96:][:96], want[0].double(), rtol=1e-4, atol=1e-5)
+
+
+def test_diverged_lengths_print_inf_and_the_rest_still_runs():
+    losses = {64: np.ones(1024), 128: np.full(1024, np.inf), 256: np.ones(1024) * 2}
+    rows = eval_length.summarize(losses, [64, 128, 256], 64)
+    assert [row["ratio"] for row in rows] == [1.0, math.inf, pytest.approx(math.e)] and rows[1]["ratio_error"] is None
+    assert "inf" in eval_length.table([result_of(rows)])
+
+
+def result_of(rows, **changes):
+    return dict(label="rope", seed=1, step=1, checkpoint="c", block_size=64, parameters=5, lengths=rows, recall=[],
+                by_position={"first_position": [0], "loss": [1.0], "length": 1}) | changes
+
+
+def test_ntk_stretches_the_slowest_plane_to_the_length():
+    model = tiny(pos="rope", n_head=1, n_embd=32)
+    steps = model.blocks[1].attention.position.steps
+    slow, fast = steps.frequencies("cpu")[[-1, 0]].tolist()
+    eval_length.apply_tricks(model, 320, ntk=True)
+    assert steps.base == pytest.approx(10000 * 10 ** (32 / 30))
+    assert steps.frequencies("cpu")[[-1, 0]].tolist() == pytest.approx([slow / 10, fast])
+    eval_length.apply_tricks(model, 32, ntk=True)
+    assert steps.base == 10000
+
+
+def test_a_window_cannot_recall_beyond_its_reach():
+    """Two layers of a window of 9 reach 16 tokens back; without it, a model does see the first copy."""
+    model = tiny(vocab_size=257, block_size=16)
+    probes = []
+    for window in (9, None):
+        probes.append(eval_length.recall_probe(model, Counting(4097), [24, 100], 3, "cpu", no_autocast, Quiet(),
+                                               lambda length: eval_length.apply_tricks(model, length, window=window)))
+    assert all(abs(row["gain"]) < 1e-6 for row in probes[0]) and all(abs(row["gain"]) > 1e-5 for row in probes[1])
+    assert [row["gap"] for row in probes[0]] == [24, 100]
+
+
+@pytest.fixture(scope="session")
+def trained(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained")
+    for pos in ("rope", "accrot_qkv"):
+        assert run_train(corpus, out / pos, f"--pos={pos}", "--max_steps=30") == 0
+    return {pos: str(out / pos / "ckpt.pt") for pos in ("rope", "accrot_qkv")}
+
+
+def test_evaluation_from_the_command_line(trained, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    flags = ["--lengths=32,64,256", "--tokens=2048", f"--json={tmp_path}/r.json", f"--plot={tmp_path}/p.png", "--recall=2"]
+    assert eval_length.main([*trained.values(), *flags]) == 0
+    shown = capsys.readouterr().out
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert [r["label"] for r in results] == ["rope", "accrot_qkv"] and "256 (8x)" in shown and "recall" in shown
+    for r in results:
+        assert r["targets"] == 2048 and [row["length"] for row in r["lengths"]] == [32, 64, 256]
+        assert r["lengths"][0]["ratio"] == 1 and r["lengths"][2]["ratio_error"] > 0 and r["recall"]
+        assert "same at every length" in r["protocol"]
+    picture = (tmp_path / "p.png").read_bytes()
+    assert picture[:4] == b"\x89PNG" and len(picture) > 10_000
+    assert eval_length.main([f"{tmp_path}/r.json"]) == 0
+    again = capsys.readouterr().out
+    assert again.strip() == shown.split("\n\npicture")[0].strip()
+    assert eval_length.main([*trained.values(), *flags[:2], f"--json={tmp_path}/again.json"]) == 0
+    second = json.loads((tmp_path / "again.json").read_text())
+    assert all(a["lengths"][i]["loss"] == b["lengths"][i]["loss"] for a, b in zip(results, second) for i in range(3))
+
+
+def test_tricks_at_evaluation(trained, tmp_path, capsys):
+    common = ["--lengths=32,256", "--tokens=1024", f"--json={tmp_path}/r.json"]
+
+    def loss(*flags):
+        assert eval_length.main([*flags, *common]) == 0
+        return json.loads((tmp_path / "r.json").read_text())[0]
+    plain, window = loss(trained["rope"]), loss(trained["rope"], "--window=32")
+    assert window["label"] == "rope window 32" and window["lengths"][0]["loss"] == plain["lengths"][0]["loss"]
+    for flags, label in ((["--window=32"], "rope window 32"), (["--ntk"], "rope ntk"), (["--logn"], "rope logn")):
+        tried = loss(trained["rope"], *flags)
+        assert tried["label"] == label and tried["lengths"][1]["loss"] != plain["lengths"][1]["loss"]
+        assert tried["lengths"][0]["loss"] == pytest.approx(plain["lengths"][0]["loss"])
+    assert eval_length.main([trained["accrot_qkv"], "--ntk"]) == 2
+    assert "accrot_qkv" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, word", [
+    (["--lengths=32,1000000"], "1000000"), (["--lengths=32,48,1000", "--tokens=500"], "tokens"), (["--lengths=0"], "lengths"),
+    (["--json=/nonexistent/r.json"], "json"), (["--length=32"], "--length"), (["--window=0"], "window"), (["--data=/nonexistent"], "nonexistent")])
+def test_impossible_evaluations_are_refused_by_name(trained, flags, word, capsys):
+    try:
+        status = eval_length.main([trained["rope"], *flags])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2 and word in capsys.readouterr().err
+
+
+def test_evaluation_refuses_what_is_no_checkpoint_or_result(tmp_path, capsys):
+    (tmp_path / "r.json").write_text('[{"label": 1}]')
+    for path in (tmp_path / "absent.pt", tmp_path / "r.json", HERE / "tests.py"):
+        assert eval_length.main([str(path)]) == 2
+        assert str(path) in capsys.readouterr().err
+
+
+def test_sampling_from_the_shell(trained):
+    done = subprocess.run([sys.executable, "model.py", trained["accrot_qkv"], "--prompt=def main(", "--tokens=20", "--seed=3"],
+                          cwd=HERE, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("def main(") and len(done.stdout) > 15, done.stderr
