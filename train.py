@@ -64,7 +64,7 @@ KNOBS = (
     ("resume", False, switch, "continue from OUT/ckpt.pt if there is one, with its settings"),
     ("overwrite", False, switch, "discard what OUT holds"),
 )
-DEMO = dict(data="data/stdlib", n_layer=4, n_head=4, n_embd=128, block_size=256, dropout=0.0, batch_size=12,
+DEMO = dict(data="data/stdlib", n_layer=4, n_head=2, n_embd=128, block_size=256, dropout=0.0, batch_size=12,
             max_steps=600, schedule="cosine", lr=2e-3, eval_interval=200, eval_tokens=65_536)
 PRESETS = {"paper": {}, "demo": DEMO}
 # What may differ between a checkpoint and the run that resumes it. All else would make it another run.

