@@ -169,20 +169,20 @@ def plan(shards, block_size, lengths, n_tokens):
     available = len(shards) - 1
     for length in lengths:
         if length > available:
-            raise UsageError(f"lengths={length}: the val split has only {available} targets; use --lengths=... up to that, "
-                             "or prepare more text (prepare_data.py --val_fraction)")
+            raise UsageError(f"lengths={length}: the val split has only {available} targets; use --lengths=... up to "
+                             "that, or prepare more text (prepare_data.py --val_fraction)")
     whole = math.lcm(*lengths)
     wanted = min(available, n_tokens or 8 * max(lengths))
     if whole > wanted:
-        raise UsageError(f"tokens={wanted}: the lengths {', '.join(map(str, lengths))} all divide only multiples of {whole}; "
-                         f"use lengths that divide the longest, and --tokens from {whole}"
+        raise UsageError(f"tokens={wanted}: the lengths {', '.join(map(str, lengths))} all divide only multiples of "
+                         f"{whole}; use lengths that divide the longest, and --tokens from {whole}"
                          + (f" (the val split has {available})" if whole > available else ""))
     return lengths, wanted // whole * whole
 
 
 def evaluate(path, args):
     """Everything the report says of one checkpoint, as a dict that JSON can hold."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else torch.device(args.device)
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
     low = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
     model = GPT.from_checkpoint(path, device)
     config, checkpoint = model.config, model.checkpoint
@@ -253,10 +253,7 @@ def column_names(results):
 def table(results, kind=""):
     """Ratios of all ("") or of late ("late_") targets: rows are lengths, columns checkpoints."""
     def cell(row):
-        if row is None:
-            return "-"
-        error = row[f"{kind}ratio_error"]
-        return f"{row[f'{kind}ratio']:.3f}" + (f" ±{error:.3f}" if error is not None else "")
+        return "-" if row is None else with_error(row[f"{kind}ratio"], row[f"{kind}ratio_error"])
     names = column_names(results)
     lengths = sorted({row["length"] for r in results for row in r["lengths"]})
     lines = [["length", *names]]
@@ -274,12 +271,16 @@ def table(results, kind=""):
 def recall_table(results):
     """Gain in nats per token on the second copy of a passage: rows are gaps, columns checkpoints."""
     def cell(row):
-        return "-" if row is None else f"{row['gain']:.3f}" + (f" ±{row['gain_error']:.3f}" if row["gain_error"] is not None else "")
+        return "-" if row is None else with_error(row["gain"], row["gain_error"])
     gaps = sorted({row["gap"] for r in results for row in r["recall"]})
     lines = [["gap", *column_names(results)]]
     lines += [[str(gap), *(cell(next((row for row in r["recall"] if row["gap"] == gap), None)) for r in results)]
               for gap in gaps]
     return layout(lines)
+
+
+def with_error(value, error):
+    return f"{value:.3f}" + ("" if error is None else f" ±{error:.3f}")
 
 
 def layout(lines):
@@ -298,8 +299,9 @@ def plot(results, path):
     recall = any(r["recall"] for r in results)
     figure, axes = plt.subplots(1, 2 + recall, figsize=(6 * (2 + recall), 4.5))
     for name, r in zip(column_names(results), results):
-        points = [(row["length"], row["ratio"], row["ratio_error"] or 0) for row in r["lengths"] if math.isfinite(row["ratio"])]
-        axes[0].errorbar(*zip(*[p[:2] for p in points]), yerr=[p[2] for p in points], marker="o", markersize=3, label=name)
+        rows = [row for row in r["lengths"] if math.isfinite(row["ratio"])]
+        axes[0].errorbar([row["length"] for row in rows], [row["ratio"] for row in rows],
+                         yerr=[row["ratio_error"] or 0 for row in rows], marker="o", markersize=3, label=name)
         by_position = r["by_position"]
         ends = by_position["first_position"][1:] + [by_position["length"]]
         middles = [math.sqrt((a + 1) * b) for a, b in zip(by_position["first_position"], ends)]
@@ -350,20 +352,20 @@ def lengths_list(text):
 def main(argv=None):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", nargs="+", metavar="CKPT", help="checkpoints of train.py, or .json files of earlier results")
-    parser.add_argument("--lengths", type=lengths_list, help="e.g. 512,1024,2048 (the training length times 1, 2, 4 ... 128)")
-    parser.add_argument("--tokens", type=integer(1), help="targets to score at every length (8 longest windows, or all there are)")
-    parser.add_argument("--data", help="directory of prepare_data.py (the one the checkpoint was trained on)")
-    parser.add_argument("--json", help="write all results to this file")
-    parser.add_argument("--plot", help="write a picture to this file, .png .svg or .pdf (needs matplotlib)")
-    parser.add_argument("--ntk", action="store_true", help="rescale RoPE's base to each length (rope only)")
-    parser.add_argument("--window", type=integer(1), help="let every query see only itself and so many keys less one before it")
-    parser.add_argument("--logn", action="store_true", help="scale the logits of queries beyond the training length by ln n")
-    parser.add_argument("--recall", type=integer(0), default=0, metavar="PASSAGES",
-                        help="also probe recall over gaps of 0.5 ... 64 training lengths, with so many passages (0: no probe)")
-    parser.add_argument("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
-                        help="bfloat16 is autocast, and the default on CUDA")
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="CKPT", help="checkpoints of train.py, or .json files of earlier results")
+    add("--lengths", type=lengths_list, help="e.g. 512,1024,2048 (default: the training length times 1, 2, 4 ... 128)")
+    add("--tokens", type=integer(1), help="targets to score at every length (default: 8 longest windows, or all)")
+    add("--data", help="directory of prepare_data.py (default: the one the checkpoint was trained on)")
+    add("--json", help="write all results to this file")
+    add("--plot", help="write a picture to this file, .png .svg or .pdf (needs matplotlib)")
+    add("--ntk", action="store_true", help="rescale RoPE's base to each length (rope only)")
+    add("--window", type=integer(1), help="a query sees only itself and the WINDOW - 1 keys before it")
+    add("--logn", action="store_true", help="scale the logits of queries beyond the training length by ln n")
+    add("--recall", type=integer(0), default=0, metavar="PASSAGES", help="also probe recall over gaps of 0.5 ... 64 "
+        "training lengths, with so many passages (default 0: no probe)")
+    add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto", help="auto: cuda where there is one, else cpu")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16: autocast (auto: on CUDA only)")
     args = parser.parse_args(argv)
     try:
         for name in ("json", "plot"):  # an hour's result must not fail for want of a directory

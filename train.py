@@ -95,7 +95,10 @@ def parse(argv):
             raise UsageError(f"{name}={settings[name]}: use one of {', '.join(legal)}")
     if settings["resume"] and settings["overwrite"]:
         raise UsageError("resume and overwrite exclude each other: leave one out")
-    model_config(settings, vocab_size=1)  # refuses impossible models before any data is read
+    try:
+        model_config(settings, vocab_size=1)  # impossible models stop before any data is read
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     settings["out"] = settings["out"] or f"out/{settings['config']}-{settings['pos']}-{settings['seed']}"
     return settings, set(given)
 
@@ -364,8 +367,8 @@ def train(settings, given, ranks):
         total, norm, stopping = ranks.sum([loss, norm, float(bool(stop_signals))])
         loss, norm = total / ranks.size, norm / ranks.size
         if not math.isfinite(loss + norm):
-            raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {norm}; stopped before the weights were "
-                                     f"touched. The last checkpoint is kept; try a smaller --lr than {settings['lr']}")
+            raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {norm}; stopped before it touched the "
+                                     f"weights. The last checkpoint is kept; try a smaller --lr than {settings['lr']}")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
@@ -375,7 +378,8 @@ def train(settings, given, ranks):
         if main and (step % settings["log_interval"] == 0 or finished):
             seconds = (time.perf_counter() - started) / (step - logged)
             mfu = flops * per_step / seconds / (peak * ranks.size) if peak else None
-            log.write(step=step, loss=loss, lr=lr, grad_norm=norm, ms=seconds * 1e3, tokens_per_s=per_step / seconds, mfu=mfu)
+            log.write(step=step, loss=loss, lr=lr, grad_norm=norm, ms=seconds * 1e3, tokens_per_s=per_step / seconds,
+                      mfu=mfu)
             bar.set_postfix_str(f"loss {loss:.3f}")
             tqdm.write(f"step {step:>6}/{settings['max_steps']}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  "
                        f"{seconds * 1e3:.0f} ms  {per_step / seconds:,.0f} tokens/s  "
@@ -403,7 +407,10 @@ def upgrade(model, source):
     """Start from the weights of another mechanism that the model equals at birth (positional.UPGRADES)."""
     checkpoint = read_checkpoint(source)
     old, new = GPTConfig(**checkpoint["config"]), model.config
-    check_upgrade(old.pos, new.pos)
+    try:
+        check_upgrade(old.pos, new.pos)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
         if getattr(old, name) != getattr(new, name):
             raise UsageError(f"init_from={source}: has {name}={getattr(old, name)}, this run {getattr(new, name)}")
@@ -416,7 +423,7 @@ def main(argv=None):
         settings, given = parse(argv)
         ranks = Ranks(settings["device"])
         train(settings, given, ranks)
-    except (UsageError, DataError, CheckpointError, ValueError) as error:
+    except (UsageError, DataError, CheckpointError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
     except (FloatingPointError, OSError) as error:
