@@ -2,12 +2,13 @@
 
 Mechanisms differ only in the Frame that positional.py hands over, so one fused kernel serves them all and nothing
 T x T is formed, at any length. A bias accumulated along the route rides inside the kernel as a key coordinate.
+PaTH alone has no common frame; path_attention, below, carries its keys from chunk to chunk instead.
 """
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from positional import make_position
+from positional import Path, in_chunks, make_position, precise, solve_steps
 
 
 class Attention(nn.Module):
@@ -34,12 +35,17 @@ class Attention(nn.Module):
             (q, k), v = frame.qk.enter(qkv[:2]), frame.v.enter(qkv[2])
         if frame.query_scale is not None:
             q = q * frame.query_scale
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)   # float32 until here; rounded once
 
-        if cache is None:
-            y = causal_attention(q, k, v, frame.key_bias, self.window)
+        if isinstance(frame.qk, Path):
+            k, v, c = (precise(k), precise(v), frame.key_bias) if cache is None else \
+                cache.append(precise(k), precise(v), frame)
+            y, k = path_attention(precise(q), k, v, frame.qk, c, self.window)
+            if cache is not None:
+                cache.rewrite(k)
         else:
-            y = cached_attention(q, *cache.append(k, v, frame), self.window)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)   # float32 until here; rounded once
+            y = causal_attention(q, k, v, frame.key_bias, self.window) if cache is None else \
+                cached_attention(q, *cache.append(k, v, frame), self.window)
 
         y = frame.v.leave(y).to(dtype)                                                        # back at each query
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
@@ -87,6 +93,47 @@ def append_bias(q, k, v, key_bias):
     return q, k, F.pad(v, (0, n + padding))  # fused kernels want values of the same size
 
 
+def path_attention(q, k, v, path, key_bias=None, window=None, chunk=128):
+    """Softmax attention where a key reaches a query through P = H_i ... H_{j+1}, H = I - beta w w^T (PaTH, arXiv 2505.16381).
+
+    q: (B, H, T, D), the last T of S positions; path: their steps; k, v: (B, H, S, D), the first S - T keys carried to
+    where the queries begin; key_bias: (1 or B, H, S) or None. Returns the output (B, H, T, D) and the keys carried to the
+    last position, (B, H, S, D), less those that the window has passed.
+
+    All keys before a chunk of queries are carried to its start, so that a chunk sees them by plain products; then they
+    are carried over it, k <- k - (k Y^T) W: with chunks of one token that is decoding. A chunk meets all of its keys
+    in one softmax, and nothing larger than chunk x S is formed. The bias comes after the scale 1/sqrt(D): exp(c_j - c_i)
+    is the product of the forget gates on the way only if it is not divided by a number that depends on the head size."""
+    with torch.autocast(q.device.type, enabled=False):
+        T, D = q.shape[-2:]
+        C, past = min(chunk, T), k.size(2) - T
+        end = past + T + -T % C                                                               # padded: no step, no query
+        v = F.pad(v, (0, 0, 0, end - v.size(2)))
+        keys, k = k[:, :, :past], in_chunks(k[:, :, past:], C)
+        q, w = in_chunks(q * D ** -0.5, C), in_chunks(path.w, C)                              # (B, H, N, C, D)
+        G = solve_steps(w, in_chunks(path.beta[..., None], C)[..., 0])
+        read, write = (q @ w.mT).tril() @ G, (w @ k.mT).tril(-1)
+        local = q @ k.mT - read @ write                                                       # within the chunk
+        local = local.masked_fill(~see(C, C, None, q.device), float("-inf"))
+        q = q - read @ w                                                                      # back to the chunk's start
+        k = k - (G @ write).mT @ w                                                            # on to the chunk's end
+        y = G @ w
+        out = []
+        for a, (q, k, w, y, local) in enumerate(zip(*(t.unbind(2) for t in (q, k, w, y, local)))):
+            start = past + a * C
+            first = 0 if window is None else max(0, start - window + 1)
+            keys = keys[:, :, keys.size(2) - (start - first):]
+            logits = torch.cat((q @ keys.mT, local), dim=-1)                                  # (B, H, C, start + C - first)
+            if key_bias is not None:  # from the chunk's start: small where it matters
+                c = key_bias[..., first:start + C] - key_bias[..., start:start + 1].detach()
+                logits = logits + F.pad(c, (0, start + C - first - c.size(-1))).to(q.device, q.dtype)[..., None, :]
+            if window is not None:
+                logits = logits.masked_fill(~see(C, start + C - first, window, q.device), float("-inf"))
+            out.append(logits.softmax(-1) @ v[:, :, first:start + C])
+            keys = torch.cat((keys - (keys @ y.mT) @ w, k), dim=2)
+    return torch.cat(out, dim=2)[:, :, :T], keys[:, :, :keys.size(2) - (end - past - T)]
+
+
 def see(n_query, n_key, window, device):
     """(n_query, n_key) bool: may the query see the key? The last query stands at the last key."""
     query = torch.arange(n_key - n_query, n_key, device=device)[:, None]
@@ -96,7 +143,8 @@ def see(n_query, n_key, window, device):
 
 
 class Cache:
-    """One layer's keys and values, already in the common frame: a key there never depends on the query that reads it."""
+    """One layer's keys and values, already in the common frame: a key there never depends on the query that reads it.
+    PaTH's keys stand in the frame of the last token and are rewritten as tokens come."""
     def __init__(self, capacity):
         self.capacity, self.state, self.length, self.store = capacity, None, 0, None
 
@@ -111,6 +159,10 @@ class Cache:
         self.state, self.length = frame.state, stop
         k, v, *c = (store[:, :, :stop] for store in self.store)
         return k, v, c[0][..., 0] if c else None
+
+    def rewrite(self, k):
+        """Put k (B, H, n, D) in place of the last n keys."""
+        self.store[0][:, :, self.length - k.size(2):self.length] = k
 
 
 def cached_attention(q, k, v, key_bias=None, window=None):

@@ -12,7 +12,8 @@ RoPE is the case of equal steps. The bias -(c_i - c_j) is accumulated along the 
 b_s >= 0; ALiBi is a constant b, FoX is b_s = -log(forget gate).
 
 Conventions, each pinned by a literal in tests.py: plane b of a head pairs coordinates b and b + head_dim/2; M_s turns
-that plane by +step (counter-clockwise); prefixes are inclusive, so step s is in A_s; A_t^T enters, A_t leaves.
+that plane by +step (counter-clockwise); prefixes are inclusive, so step s is in A_s; A_t^T enters, A_t leaves. Steps
+that do not commute multiply on the left, the latest outermost; a block of orth is n coordinates head_dim/n apart.
 """
 import math
 
@@ -63,6 +64,108 @@ def rotate(x, cos, sin):
     """Turn every plane (x_b, x_{b + D/2}) of x (..., T, D) counter-clockwise; float32 or better comes out."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Reflections:
+    """A_t^T = H_1 H_2 ... H_t of reflections H_s = I - 2 w_s w_s^T, for w (B, H, T, D) of unit rows (0: no step).
+
+    Within a chunk H_1 ... H_t = I - sum_{u<=t} y_u w_u^T (the compact WY form, Schreiber and Van Loan, 1989), so chunk
+    after chunk only a D x D matrix is carried: O(T C D + T D^2) work, and no D x D matrix per token.
+    `start` is A^T before the first token, (B, H, D, D), or None; `end` is A^T after the last."""
+    chunk = 64
+
+    def __init__(self, w, start=None):
+        self.size = min(self.chunk, w.size(2))
+        self.w = in_chunks(w, self.size)                                                      # (B, H, N, C, D)
+        self.y = solve_steps(self.w, self.w.new_full((1,), 2.0)) @ self.w
+        eye = torch.eye(w.size(-1), dtype=w.dtype, device=w.device)
+        turn = eye.expand(*w.shape[:2], -1, -1) if start is None else start
+        turns = []                                                                            # A^T before each chunk
+        for across in (eye - self.y.mT @ self.w).unbind(2):
+            turns.append(turn)
+            turn = orthogonal(turn @ across)
+        self.start, self.end = torch.stack(turns, dim=2), turn                                # (B, H, N, D, D)
+
+    def enter(self, x):  # A_t^T x
+        rows = in_chunks(x, self.size)
+        rows = (rows - (rows @ self.w.mT).tril() @ self.y) @ self.start.mT
+        return rows.flatten(-3, -2)[..., :x.size(-2), :]
+
+    def leave(self, x):  # A_t x
+        rows = in_chunks(x, self.size) @ self.start
+        rows = rows - (rows @ self.y.mT).tril() @ self.w
+        return rows.flatten(-3, -2)[..., :x.size(-2), :]
+
+
+def in_chunks(x, size):
+    """(..., T, D) to (..., N, size, D), with zeros after the last token: a zero w is no step."""
+    return F.pad(x, (0, 0, 0, -x.size(-2) % size)).unflatten(-2, (-1, size))
+
+
+def solve_steps(w, beta):
+    """G = (I + D slow(W W^T))^-1 D, with slow the part below the diagonal and D = diag(beta): then y = G W gives
+    H_1 ... H_t = I - sum_{u<=t} y_u w_u^T for steps H = I - beta w w^T. w: (..., C, D), beta: (..., C) or (1,).
+
+    The inverse is built by doubling its diagonal blocks: as stable as substitution, and only matrix products (a library
+    solve of many small systems waits for all threads once a system: 100 times slower on cores that are shared)."""
+    C = w.size(-2)
+    lower = beta[..., None] * (w @ w.mT)
+    at, size = torch.arange(C, device=w.device), 1
+    inverse = torch.eye(C, dtype=w.dtype, device=w.device)
+    while size < C:
+        block = at // size  # [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]], for all pairs of blocks at once
+        pair = (block[:, None] == block + 1) & (block % 2 == 0)
+        inverse = inverse - inverse @ (lower * pair) @ inverse
+        size *= 2
+    return inverse * beta[..., None, :]
+
+
+def orthogonal(m):
+    """m (..., n, n), orthogonal but for rounding, after a Newton step towards orthogonal: an error of e becomes e^2.
+
+    The step is a constant to autograd: a change of m among orthogonal matrices does not move it."""
+    near = m.detach()
+    return m + (near - near @ (near.mT @ near)) / 2
+
+
+def unit(w):
+    """w / |w|. The guard stands before the root: w = 0 gives 0 and a finite gradient, and |w| > 1e-3 is not moved by it."""
+    return w * (w.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
+
+
+class Blocks:
+    """A_t as D/n blocks of SO(n), (B, H, T, D/n, n, n). Block b turns coordinates b, b + D/n, b + 2 D/n, ..."""
+    def __init__(self, prefix):
+        self.prefix = prefix
+
+    def enter(self, x):  # A_t^T x
+        return torch.einsum("...bki,...kb->...ib", self.prefix, self.split(x)).flatten(-2)
+
+    def leave(self, x):  # A_t x
+        return torch.einsum("...bik,...kb->...ib", self.prefix, self.split(x)).flatten(-2)
+
+    def split(self, x):
+        return x.unflatten(-1, (self.prefix.size(-1), -1))                                    # (..., n, D/n)
+
+
+def prefix_product(m):
+    """Inclusive products m_t ... m_1 along dim 2 of m (B, H, T, D/n, n, n): multiply neighbours, take the prefixes of
+    those T/2 (they stand at every second token), then step to the tokens between. 2 T products, log2(T) deep, so that
+    rounding grows with log T."""
+    T = m.size(2)
+    if T == 1:
+        return m
+    second = prefix_product(m[:, :, 1::2] @ m[:, :, :T // 2 * 2:2])
+    first = torch.cat((m[:, :, :1], m[:, :, 2::2] @ second[:, :, :(T - 1) // 2]), dim=2)
+    both = torch.stack((first[:, :, :T // 2], second), dim=3).flatten(2, 3)
+    return torch.cat((both, first[:, :, T // 2:]), dim=2)
+
+
+class Path(Stay):
+    """PaTH's steps I - beta w w^T, w (B, H, T, D), beta (B, H, T). They shrink, so that no common frame can undo them:
+    attention.path_attention walks them instead."""
+    def __init__(self, w, beta):
+        self.w, self.beta = w, beta
 
 
 class Frame:
@@ -172,6 +275,92 @@ class LearnedRotation(RandomRotation):
         return self.frequencies(x.device) + math.pi * torch.tanh(self.split_lanes(a))
 
 
+class LearnedReflection(nn.Module):
+    """reflect_qk, reflect_qkv: step = I - 2 w w^T, the mirror across w, a linear map of the hidden state made a unit vector.
+
+    w = 0 is no step. The steps turn a random key away from itself within head_dim/2 tokens or so."""
+    def __init__(self, config, layer, routed):
+        super().__init__()
+        self.n_head, self.routed = config.n_head, routed
+        self.direction = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        nn.init.normal_(self.direction.weight, std=0.02, generator=own_generator(config, layer))
+
+    def forward(self, x, embedding, idx, sequence, length, state):
+        w = F.linear(x, precise(self.direction.weight)).unflatten(2, (self.n_head, -1)).transpose(1, 2)
+        route = Reflections(unit(w), state)
+        return route, route if self.routed == "qkv" else STAY, route.end
+
+
+class LearnedBlocks(nn.Module):
+    """orth_qk, orth_qkv: step = (I - K)^-1 (I + K) in SO(n), the Cayley map of K skew, affine in the hidden state.
+
+    K = 0 is no step. At birth K depends on no token and turns the planes (i, i + n/2) of each block as RoPE does: born
+    as rope, or rope_qkv, it differs from accrot in that steps need not commute."""
+    n = 4  # coordinates in a block: even, and a divisor of head_dim
+
+    def __init__(self, config, layer, routed):
+        super().__init__()
+        n, D = self.n, config.head_dim
+        self.n_head, self.routed, self.gain = config.n_head, routed, config.n_embd ** -0.5    # gain as for accrot
+        self.pairs = [(i, j) for i in range(n) for j in range(i + 1, n)]
+        self.skew = nn.Linear(config.n_embd, config.n_head * D // n * len(self.pairs))
+        nn.init.zeros_(self.skew.weight)
+        nn.init.zeros_(self.skew.bias)
+        plane = torch.arange(D // 2, dtype=torch.float32).view(n // 2, D // n)
+        birth = torch.tan(ConstantRotation.base ** (-2 * plane / D) / 2)                      # Cayley: angle = 2 atan(K_ji)
+        with torch.no_grad():
+            rates = self.skew.bias.view(config.n_head, D // n, len(self.pairs))
+            for i in range(n // 2):
+                rates[:, :, self.pairs.index((i, i + n // 2))] = birth[i]
+
+    def forward(self, x, embedding, idx, sequence, length, state):
+        basis = x.new_zeros(len(self.pairs), self.n, self.n)
+        for p, (i, j) in enumerate(self.pairs):
+            basis[p, j, i], basis[p, i, j] = 1, -1
+        rates = F.linear(x, precise(self.skew.weight)) * self.gain + precise(self.skew.bias)
+        rates = rates.unflatten(2, (self.n_head, -1, len(self.pairs))).transpose(1, 2)        # (B, H, T, D/n, pairs)
+        eye = torch.eye(self.n, dtype=x.dtype, device=x.device)
+        steps = 2 * torch.linalg.inv(eye - (rates @ basis.flatten(1)).unflatten(-1, (self.n, self.n))) - eye
+        if state is not None:
+            steps = torch.cat((steps[:, :, :1] @ state, steps[:, :, 1:]), dim=2)
+        prefix = orthogonal(prefix_product(steps))
+        route = Blocks(prefix)
+        return route, route if self.routed == "qkv" else STAY, prefix[:, :, -1:]
+
+
+class LearnedPath(nn.Module):
+    """path (PaTH, arXiv 2505.16381): step = I - beta w w^T with beta in (0, 2), so a step shrinks what lies along w.
+
+    As published: w = unit(SiLU(causal depthwise convolution over 3 tokens(linear of rank 32))), beta = 2 sigmoid(linear)."""
+    rank, taps = 32, 3
+
+    def __init__(self, config, layer, routed):
+        super().__init__()
+        self.n_head = config.n_head
+        self.down = nn.Linear(config.n_embd, self.rank, bias=False)
+        self.up = nn.Linear(self.rank, config.n_embd, bias=False)
+        self.filter = nn.Parameter(torch.empty(config.n_embd, self.taps))                     # the last tap is the token
+        self.beta = nn.Linear(config.n_embd, config.n_head)
+        generator = own_generator(config, layer)
+        for weight in (self.down.weight, self.up.weight, self.filter):
+            nn.init.normal_(weight, std=weight.size(1) ** -0.5, generator=generator)          # SiLU meets units of 1
+        nn.init.normal_(self.beta.weight, std=0.02, generator=generator)
+        nn.init.zeros_(self.beta.bias)                                                        # beta near 1: a projection
+
+    def forward(self, x, embedding, idx, sequence, length, state):
+        u = F.linear(F.linear(x, precise(self.down.weight)), precise(self.up.weight))         # (B, T, C)
+        u = F.pad(u, (0, 0, self.taps - 1, 0)) if state is None else torch.cat((state, u), dim=1)
+        w = F.silu(sum(u[:, i:i + x.size(1)] * tap for i, tap in enumerate(precise(self.filter).unbind(1))))
+        beta = 2 * torch.sigmoid(F.linear(x, precise(self.beta.weight), precise(self.beta.bias)))
+        route = Path(unit(w.unflatten(2, (self.n_head, -1)).transpose(1, 2)), beta.transpose(1, 2))
+        return route, STAY, u[:, -(self.taps - 1):]
+
+
+def own_generator(config, layer):
+    """For parameters that start random: they leave the numbers of all shared weights as they are."""
+    return torch.Generator().manual_seed(scramble(scramble(config.seed & MASK) ^ layer))
+
+
 # ---------------------------------------------------------------- far-mass control
 
 class Alibi(nn.Module):
@@ -220,6 +409,11 @@ POSITIONS = {
     "randrot_qkv": (RandomRotation, "qkv", ()),
     "accrot_qk":   (LearnedRotation, "qk", ()),
     "accrot_qkv":  (LearnedRotation, "qkv", ()),
+    "reflect_qk":  (LearnedReflection, "qk", ()),
+    "reflect_qkv": (LearnedReflection, "qkv", ()),
+    "orth_qk":     (LearnedBlocks, "qk", ()),
+    "orth_qkv":    (LearnedBlocks, "qkv", ()),
+    "path":        (LearnedPath, "qk", ()),
     "alibi":       (NoSteps, "", ("alibi",)),
     "fox":         (NoSteps, "", ("fox",)),
 }
@@ -233,6 +427,9 @@ UPGRADES = {"rope": "accrot_qk", "rope_qkv": "accrot_qkv"}  # equal logits at bi
 def parse_position(name):
     """'accrot_qkv+fox' to (kind of step, 'qkv', ('fox',)). ValueError names what is legal."""
     base, *suffixes = name.split("+")
+    if base == "path_qkv":
+        raise ValueError(f"pos={name}: path's steps shrink, so values carried along them cannot be brought back to each "
+                         "query; use pos=path, or reflect_qkv whose steps are orthogonal")
     if base not in POSITIONS:
         raise ValueError(f"pos={name}: no mechanism {base!r}; use one of {', '.join(POSITIONS)}, "
                          f"each may be followed by {', '.join('+' + c for c in CONTROLS)}")
@@ -261,6 +458,9 @@ def check_position(config):
     if issubclass(kind, ConstantRotation) and config.head_dim % 2:
         raise ValueError(f"n_head={config.n_head}: heads of {config.head_dim} cannot be paired into planes; "
                          f"n_embd/n_head must be even for pos={config.pos}")
+    if issubclass(kind, LearnedBlocks) and (kind.n % 2 or config.head_dim % kind.n):
+        raise ValueError(f"n_head={config.n_head}: heads of {config.head_dim} cannot be cut into blocks of {kind.n}; for "
+                         f"pos={config.pos} LearnedBlocks.n must be even and divide n_embd/n_head")
 
 
 def check_upgrade(old, new):
