@@ -94,44 +94,41 @@ def append_bias(q, k, v, key_bias):
 
 
 def path_attention(q, k, v, path, key_bias=None, window=None, chunk=128):
-    """Softmax attention where a key reaches a query through P = H_i ... H_{j+1}, H = I - beta w w^T (PaTH, arXiv 2505.16381).
+    """Softmax attention where key j reaches query i through H_i ... H_{j+1}, H = I - beta w w^T (PaTH, arXiv 2505.16381).
 
     q: (B, H, T, D), the last T of S positions; path: their steps; k, v: (B, H, S, D), the first S - T keys carried to
-    where the queries begin; key_bias: (1 or B, H, S) or None. Returns the output (B, H, T, D) and the keys carried to the
-    last position, (B, H, S, D), less those that the window has passed.
+    where the queries begin; key_bias: (1 or B, H, S) or None. Returns the output (B, H, T, D) and the keys carried to
+    the last position, (B, H, S, D), less those that the window has passed.
 
-    All keys before a chunk of queries are carried to its start, so that a chunk sees them by plain products; then they
-    are carried over it, k <- k - (k Y^T) W: with chunks of one token that is decoding. A chunk meets all of its keys
-    in one softmax, and nothing larger than chunk x S is formed. The bias comes after the scale 1/sqrt(D): exp(c_j - c_i)
-    is the product of the forget gates on the way only if it is not divided by a number that depends on the head size."""
+    All keys before a chunk of queries are carried to its start, so that it sees them by plain products; then they are
+    carried over it, k <- k - (k Y^T) W. With chunks of one token that is decoding. A chunk meets all its keys in one
+    softmax, and nothing is larger than chunk x S. The bias stays outside the scale 1/sqrt(D): exp(c_j - c_i) is then
+    the product of the forget gates on the way, whatever the head size."""
     with torch.autocast(q.device.type, enabled=False):
         T, D = q.shape[-2:]
-        C, past = min(chunk, T), k.size(2) - T
-        end = past + T + -T % C                                                               # padded: no step, no query
-        v = F.pad(v, (0, 0, 0, end - v.size(2)))
-        keys, k = k[:, :, :past], in_chunks(k[:, :, past:], C)
-        q, w = in_chunks(q * D ** -0.5, C), in_chunks(path.w, C)                              # (B, H, N, C, D)
-        G = solve_steps(w, in_chunks(path.beta[..., None], C)[..., 0])
+        past = k.size(2) - T
+        keys, k = k[:, :, :past], in_chunks(k[:, :, past:], chunk)
+        q, w = in_chunks(q * D ** -0.5, chunk), in_chunks(path.w, chunk)                      # (B, H, N, C, D)
+        C = q.size(3)
+        v = F.pad(v, (0, 0, 0, -T % C))
+        G = solve_steps(w, in_chunks(path.beta[..., None], chunk)[..., 0])
         read, write = (q @ w.mT).tril() @ G, (w @ k.mT).tril(-1)
-        local = q @ k.mT - read @ write                                                       # within the chunk
-        local = local.masked_fill(~see(C, C, None, q.device), float("-inf"))
-        q = q - read @ w                                                                      # back to the chunk's start
-        k = k - (G @ write).mT @ w                                                            # on to the chunk's end
-        y = G @ w
+        local = (q @ k.mT - read @ write).masked_fill(~see(C, C, None, q.device), float("-inf"))
+        q, y = q - read @ w, G @ w                                                            # q back to the start
+        k = k - (G @ write).mT @ w                                                            # k on to the end
         out = []
-        for a, (q, k, w, y, local) in enumerate(zip(*(t.unbind(2) for t in (q, k, w, y, local)))):
-            start = past + a * C
-            first = 0 if window is None else max(0, start - window + 1)
+        for start, q, k, w, y, local in zip(range(past, past + T, C), *(t.unbind(2) for t in (q, k, w, y, local))):
+            stop, first = start + C, 0 if window is None else max(0, start - window + 1)
             keys = keys[:, :, keys.size(2) - (start - first):]
-            logits = torch.cat((q @ keys.mT, local), dim=-1)                                  # (B, H, C, start + C - first)
+            logits = torch.cat((q @ keys.mT, local), dim=-1)                                  # (B, H, C, stop - first)
             if key_bias is not None:  # from the chunk's start: small where it matters
-                c = key_bias[..., first:start + C] - key_bias[..., start:start + 1].detach()
-                logits = logits + F.pad(c, (0, start + C - first - c.size(-1))).to(q.device, q.dtype)[..., None, :]
+                c = key_bias[..., first:stop] - key_bias[..., start:start + 1].detach()
+                logits = logits + F.pad(c, (0, stop - first - c.size(-1))).to(q.device, q.dtype)[..., None, :]
             if window is not None:
-                logits = logits.masked_fill(~see(C, start + C - first, window, q.device), float("-inf"))
-            out.append(logits.softmax(-1) @ v[:, :, first:start + C])
+                logits = logits.masked_fill(~see(C, stop - first, window, q.device), float("-inf"))
+            out.append(logits.softmax(-1) @ v[:, :, first:stop])
             keys = torch.cat((keys - (keys @ y.mT) @ w, k), dim=2)
-    return torch.cat(out, dim=2)[:, :, :T], keys[:, :, :keys.size(2) - (end - past - T)]
+    return torch.cat(out, dim=2)[:, :, :T], keys[:, :, :keys.size(2) - -T % C]
 
 
 def see(n_query, n_key, window, device):

@@ -67,69 +67,63 @@ def rotate(x, cos, sin):
 
 
 class Reflections:
-    """A_t^T = H_1 H_2 ... H_t of reflections H_s = I - 2 w_s w_s^T, for w (B, H, T, D) of unit rows (0: no step).
+    """A_t^T = H_1 H_2 ... H_t of reflections H_s = I - 2 w_s w_s^T, w (B, H, T, D) of unit rows (0: no step).
 
-    Within a chunk H_1 ... H_t = I - sum_{u<=t} y_u w_u^T (the compact WY form, Schreiber and Van Loan, 1989), so chunk
-    after chunk only a D x D matrix is carried: O(T C D + T D^2) work, and no D x D matrix per token.
-    `start` is A^T before the first token, (B, H, D, D), or None; `end` is A^T after the last."""
+    Within a chunk H_1 ... H_t = I - sum_{u<=t} y_u w_u^T, so only chunks are walked one by one, each with a D x D matrix:
+    O(T C D + T D^2) work. `start` is A^T before the first token, (B, H, D, D), or None; `end` is A^T after the last."""
     chunk = 64
 
     def __init__(self, w, start=None):
-        self.size = min(self.chunk, w.size(2))
-        self.w = in_chunks(w, self.size)                                                      # (B, H, N, C, D)
-        self.y = solve_steps(self.w, self.w.new_full((1,), 2.0)) @ self.w
+        self.w = in_chunks(w, self.chunk)                                                     # (B, H, N, C, D)
+        self.y = solve_steps(self.w, 2 * torch.ones_like(self.w[..., 0])) @ self.w
         eye = torch.eye(w.size(-1), dtype=w.dtype, device=w.device)
-        turn = eye.expand(*w.shape[:2], -1, -1) if start is None else start
-        turns = []                                                                            # A^T before each chunk
+        turns = [eye.expand(*w.shape[:2], -1, -1) if start is None else start]
         for across in (eye - self.y.mT @ self.w).unbind(2):
-            turns.append(turn)
-            turn = orthogonal(turn @ across)
-        self.start, self.end = torch.stack(turns, dim=2), turn                                # (B, H, N, D, D)
+            turns.append(orthogonal(turns[-1] @ across))
+        self.start, self.end = torch.stack(turns[:-1], dim=2), turns[-1]                      # (B, H, N, D, D)
 
     def enter(self, x):  # A_t^T x
-        rows = in_chunks(x, self.size)
+        rows = in_chunks(x, self.chunk)
         rows = (rows - (rows @ self.w.mT).tril() @ self.y) @ self.start.mT
         return rows.flatten(-3, -2)[..., :x.size(-2), :]
 
     def leave(self, x):  # A_t x
-        rows = in_chunks(x, self.size) @ self.start
-        rows = rows - (rows @ self.y.mT).tril() @ self.w
-        return rows.flatten(-3, -2)[..., :x.size(-2), :]
+        rows = in_chunks(x, self.chunk) @ self.start
+        return (rows - (rows @ self.y.mT).tril() @ self.w).flatten(-3, -2)[..., :x.size(-2), :]
 
 
 def in_chunks(x, size):
-    """(..., T, D) to (..., N, size, D), with zeros after the last token: a zero w is no step."""
+    """(..., T, D) to (..., N, C, D), C = min(size, T), with zeros after the last token: a zero w is no step."""
+    size = min(size, x.size(-2))
     return F.pad(x, (0, 0, 0, -x.size(-2) % size)).unflatten(-2, (-1, size))
 
 
 def solve_steps(w, beta):
-    """G = (I + D slow(W W^T))^-1 D, with slow the part below the diagonal and D = diag(beta): then y = G W gives
-    H_1 ... H_t = I - sum_{u<=t} y_u w_u^T for steps H = I - beta w w^T. w: (..., C, D), beta: (..., C) or (1,).
+    """G = (I + D slow(W W^T))^-1 D, slow: below the diagonal, D = diag(beta). Then y = G W has H_1 ... H_t =
+    I - sum_{u<=t} y_u w_u^T for H = I - beta w w^T (compact WY, Schreiber and Van Loan 1989). w: (..., C, D), beta: (..., C).
 
-    The inverse is built by doubling its diagonal blocks: as stable as substitution, and only matrix products (a library
-    solve of many small systems waits for all threads once a system: 100 times slower on cores that are shared)."""
+    Inverted by doubling diagonal blocks: stable as substitution is, and only matrix products. A library solve of many
+    small systems waits for all threads at each one: 100 times slower on cores that are shared."""
     C = w.size(-2)
-    lower = beta[..., None] * (w @ w.mT)
+    lower = (beta[..., None] * (w @ w.mT)).tril(-1)
     at, size = torch.arange(C, device=w.device), 1
+    apart = at[:, None] ^ at          # size <= i xor j < 2 size: i and j lie in neighbouring blocks that become one
     inverse = torch.eye(C, dtype=w.dtype, device=w.device)
-    while size < C:
-        block = at // size  # [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]], for all pairs of blocks at once
-        pair = (block[:, None] == block + 1) & (block % 2 == 0)
-        inverse = inverse - inverse @ (lower * pair) @ inverse
+    while size < C:                   # [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]], for all pairs at once
+        inverse = inverse - inverse @ (lower * ((apart >= size) & (apart < 2 * size))) @ inverse
         size *= 2
     return inverse * beta[..., None, :]
 
 
 def orthogonal(m):
-    """m (..., n, n), orthogonal but for rounding, after a Newton step towards orthogonal: an error of e becomes e^2.
-
-    The step is a constant to autograd: a change of m among orthogonal matrices does not move it."""
+    """m (..., n, n) after a Newton step to the nearest orthogonal matrix: an error of e becomes e^2. A constant to
+    autograd, as it does not move with changes among orthogonal matrices."""
     near = m.detach()
     return m + (near - near @ (near.mT @ near)) / 2
 
 
 def unit(w):
-    """w / |w|. The guard stands before the root: w = 0 gives 0 and a finite gradient, and |w| > 1e-3 is not moved by it."""
+    """w / |w|, guarded before the root: w = 0 gives 0 and a finite gradient; to float32 |w| > 0.01 is not moved."""
     return w * (w.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
 
 
@@ -139,19 +133,16 @@ class Blocks:
         self.prefix = prefix
 
     def enter(self, x):  # A_t^T x
-        return torch.einsum("...bki,...kb->...ib", self.prefix, self.split(x)).flatten(-2)
+        return Blocks(self.prefix.mT).leave(x)
 
     def leave(self, x):  # A_t x
-        return torch.einsum("...bik,...kb->...ib", self.prefix, self.split(x)).flatten(-2)
-
-    def split(self, x):
-        return x.unflatten(-1, (self.prefix.size(-1), -1))                                    # (..., n, D/n)
+        x = x.unflatten(-1, (self.prefix.size(-1), -1))                                       # (..., n, D/n)
+        return torch.einsum("...bik,...kb->...ib", self.prefix, x).flatten(-2)
 
 
 def prefix_product(m):
-    """Inclusive products m_t ... m_1 along dim 2 of m (B, H, T, D/n, n, n): multiply neighbours, take the prefixes of
-    those T/2 (they stand at every second token), then step to the tokens between. 2 T products, log2(T) deep, so that
-    rounding grows with log T."""
+    """Inclusive products m_t ... m_1 along dim 2 of m (B, H, T, D/n, n, n). Multiply neighbours, take the prefixes of
+    those T/2 (every second one wanted), step to the others: 2 T products, and rounding grows with log T."""
     T = m.size(2)
     if T == 1:
         return m
@@ -162,8 +153,8 @@ def prefix_product(m):
 
 
 class Path(Stay):
-    """PaTH's steps I - beta w w^T, w (B, H, T, D), beta (B, H, T). They shrink, so that no common frame can undo them:
-    attention.path_attention walks them instead."""
+    """PaTH's steps I - beta w w^T, w (B, H, T, D), beta (B, H, T). They shrink, so no frame is common to all tokens and
+    attention.path_attention carries the keys."""
     def __init__(self, w, beta):
         self.w, self.beta = w, beta
 
@@ -276,9 +267,7 @@ class LearnedRotation(RandomRotation):
 
 
 class LearnedReflection(nn.Module):
-    """reflect_qk, reflect_qkv: step = I - 2 w w^T, the mirror across w, a linear map of the hidden state made a unit vector.
-
-    w = 0 is no step. The steps turn a random key away from itself within head_dim/2 tokens or so."""
+    """reflect_qk, reflect_qkv: step = I - 2 w w^T, the mirror across w: a linear map of the hidden state, made a unit vector."""
     def __init__(self, config, layer, routed):
         super().__init__()
         self.n_head, self.routed = config.n_head, routed
@@ -292,60 +281,56 @@ class LearnedReflection(nn.Module):
 
 
 class LearnedBlocks(nn.Module):
-    """orth_qk, orth_qkv: step = (I - K)^-1 (I + K) in SO(n), the Cayley map of K skew, affine in the hidden state.
+    """orth_qk, orth_qkv: step = (I - K)^-1 (I + K) in SO(n), the Cayley map of a skew K affine in the hidden state.
 
-    K = 0 is no step. At birth K depends on no token and turns the planes (i, i + n/2) of each block as RoPE does: born
-    as rope, or rope_qkv, it differs from accrot in that steps need not commute."""
+    At birth K turns the planes (j, j + n/2) of a block as RoPE does, whatever the token: born as rope or rope_qkv, like
+    accrot, it differs in that its steps need not commute."""
     n = 4  # coordinates in a block: even, and a divisor of head_dim
 
     def __init__(self, config, layer, routed):
         super().__init__()
-        n, D = self.n, config.head_dim
-        self.n_head, self.routed, self.gain = config.n_head, routed, config.n_embd ** -0.5    # gain as for accrot
-        self.pairs = [(i, j) for i in range(n) for j in range(i + 1, n)]
-        self.skew = nn.Linear(config.n_embd, config.n_head * D // n * len(self.pairs))
+        n, D, H = self.n, config.head_dim, config.n_head
+        self.n_head, self.routed, self.gain = H, routed, config.n_embd ** -0.5                # the gain of accrot
+        self.skew = nn.Linear(config.n_embd, H * D // n * n * (n - 1) // 2)
         nn.init.zeros_(self.skew.weight)
         nn.init.zeros_(self.skew.bias)
+        i, j = torch.tril_indices(n, n, -1)
         plane = torch.arange(D // 2, dtype=torch.float32).view(n // 2, D // n)
-        birth = torch.tan(ConstantRotation.base ** (-2 * plane / D) / 2)                      # Cayley: angle = 2 atan(K_ji)
+        turn = torch.tan(ConstantRotation.base ** (-2 * plane / D) / 2)                       # Cayley: angle = 2 atan(K_ij)
         with torch.no_grad():
-            rates = self.skew.bias.view(config.n_head, D // n, len(self.pairs))
-            for i in range(n // 2):
-                rates[:, :, self.pairs.index((i, i + n // 2))] = birth[i]
+            self.skew.bias.view(H, D // n, -1)[:, :, i - j == n // 2] = turn.T
 
     def forward(self, x, embedding, idx, sequence, length, state):
-        basis = x.new_zeros(len(self.pairs), self.n, self.n)
-        for p, (i, j) in enumerate(self.pairs):
-            basis[p, j, i], basis[p, i, j] = 1, -1
         rates = F.linear(x, precise(self.skew.weight)) * self.gain + precise(self.skew.bias)
-        rates = rates.unflatten(2, (self.n_head, -1, len(self.pairs))).transpose(1, 2)        # (B, H, T, D/n, pairs)
+        i, j = torch.tril_indices(self.n, self.n, -1, device=x.device)
+        rates = rates.unflatten(2, (self.n_head, -1, i.numel())).transpose(1, 2)              # (B, H, T, D/n, n(n-1)/2)
+        K = x.new_zeros(*rates.shape[:-1], self.n, self.n)
+        K[..., i, j], K[..., j, i] = rates, -rates
         eye = torch.eye(self.n, dtype=x.dtype, device=x.device)
-        steps = 2 * torch.linalg.inv(eye - (rates @ basis.flatten(1)).unflatten(-1, (self.n, self.n))) - eye
+        steps = 2 * torch.linalg.inv(eye - K) - eye
         if state is not None:
             steps = torch.cat((steps[:, :, :1] @ state, steps[:, :, 1:]), dim=2)
-        prefix = orthogonal(prefix_product(steps))
-        route = Blocks(prefix)
-        return route, route if self.routed == "qkv" else STAY, prefix[:, :, -1:]
+        route = Blocks(orthogonal(prefix_product(steps)))
+        return route, route if self.routed == "qkv" else STAY, route.prefix[:, :, -1:]
 
 
 class LearnedPath(nn.Module):
-    """path (PaTH, arXiv 2505.16381): step = I - beta w w^T with beta in (0, 2), so a step shrinks what lies along w.
+    """path (PaTH, arXiv 2505.16381): step = I - beta w w^T, with beta in (0, 2) it shrinks what lies along w.
 
-    As published: w = unit(SiLU(causal depthwise convolution over 3 tokens(linear of rank 32))), beta = 2 sigmoid(linear)."""
+    As published: w = unit(SiLU(causal depthwise convolution over 3 tokens (linear of rank 32))), beta = 2 sigmoid(linear)."""
     rank, taps = 32, 3
 
     def __init__(self, config, layer, routed):
         super().__init__()
-        self.n_head = config.n_head
-        self.down = nn.Linear(config.n_embd, self.rank, bias=False)
-        self.up = nn.Linear(self.rank, config.n_embd, bias=False)
-        self.filter = nn.Parameter(torch.empty(config.n_embd, self.taps))                     # the last tap is the token
-        self.beta = nn.Linear(config.n_embd, config.n_head)
+        self.n_head, width = config.n_head, config.n_embd
+        self.down, self.up = nn.Linear(width, self.rank, bias=False), nn.Linear(self.rank, width, bias=False)
+        self.filter = nn.Parameter(torch.empty(width, self.taps))                             # the last tap: this token
+        self.beta = nn.Linear(width, config.n_head)
         generator = own_generator(config, layer)
-        for weight in (self.down.weight, self.up.weight, self.filter):
-            nn.init.normal_(weight, std=weight.size(1) ** -0.5, generator=generator)          # SiLU meets units of 1
+        for weight in (self.down.weight, self.up.weight, self.filter):  # so that SiLU meets numbers around 1
+            nn.init.normal_(weight, std=weight.size(1) ** -0.5, generator=generator)
         nn.init.normal_(self.beta.weight, std=0.02, generator=generator)
-        nn.init.zeros_(self.beta.bias)                                                        # beta near 1: a projection
+        nn.init.zeros_(self.beta.bias)
 
     def forward(self, x, embedding, idx, sequence, length, state):
         u = F.linear(F.linear(x, precise(self.down.weight)), precise(self.up.weight))         # (B, T, C)
@@ -353,11 +338,11 @@ class LearnedPath(nn.Module):
         w = F.silu(sum(u[:, i:i + x.size(1)] * tap for i, tap in enumerate(precise(self.filter).unbind(1))))
         beta = 2 * torch.sigmoid(F.linear(x, precise(self.beta.weight), precise(self.beta.bias)))
         route = Path(unit(w.unflatten(2, (self.n_head, -1)).transpose(1, 2)), beta.transpose(1, 2))
-        return route, STAY, u[:, -(self.taps - 1):]
+        return route, STAY, u[:, 1 - self.taps:]
 
 
 def own_generator(config, layer):
-    """For parameters that start random: they leave the numbers of all shared weights as they are."""
+    """For what starts random, so that the numbers of the shared weights stay as they are."""
     return torch.Generator().manual_seed(scramble(scramble(config.seed & MASK) ^ layer))
 
 
@@ -428,8 +413,8 @@ def parse_position(name):
     """'accrot_qkv+fox' to (kind of step, 'qkv', ('fox',)). ValueError names what is legal."""
     base, *suffixes = name.split("+")
     if base == "path_qkv":
-        raise ValueError(f"pos={name}: path's steps shrink, so values carried along them cannot be brought back to each "
-                         "query; use pos=path, or reflect_qkv whose steps are orthogonal")
+        raise ValueError(f"pos={name}: path's steps shrink, so no common frame brings values along; "
+                         "use pos=path, or reflect_qkv, whose steps are orthogonal")
     if base not in POSITIONS:
         raise ValueError(f"pos={name}: no mechanism {base!r}; use one of {', '.join(POSITIONS)}, "
                          f"each may be followed by {', '.join('+' + c for c in CONTROLS)}")
@@ -459,8 +444,8 @@ def check_position(config):
         raise ValueError(f"n_head={config.n_head}: heads of {config.head_dim} cannot be paired into planes; "
                          f"n_embd/n_head must be even for pos={config.pos}")
     if issubclass(kind, LearnedBlocks) and (kind.n % 2 or config.head_dim % kind.n):
-        raise ValueError(f"n_head={config.n_head}: heads of {config.head_dim} cannot be cut into blocks of {kind.n}; for "
-                         f"pos={config.pos} LearnedBlocks.n must be even and divide n_embd/n_head")
+        raise ValueError(f"n_head={config.n_head}: heads of {config.head_dim} do not split into blocks of {kind.n}; "
+                         f"LearnedBlocks.n must be even and divide n_embd/n_head for pos={config.pos}")
 
 
 def check_upgrade(old, new):
