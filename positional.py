@@ -14,6 +14,7 @@ b_s >= 0; ALiBi is a constant b, FoX is b_s = -log(forget gate).
 Conventions, each pinned by a literal in tests.py: plane b of a head pairs coordinates b and b + head_dim/2; M_s turns
 that plane by +step (counter-clockwise); prefixes are inclusive, so step s is in A_s; A_t^T enters, A_t leaves. Steps
 that do not commute multiply on the left, the latest outermost; a block of orth is n coordinates head_dim/n apart.
+The routes themselves, with the ways into and out of the common frame, are in attention.py.
 """
 import math
 
@@ -21,10 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-
-def precise(x):
-    """x in float32 or better. Steps, prefixes and biases are never computed in less."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+from attention import STAY, Blocks, Path, Reflections, Rotation, orthogonal, precise, prefix_product, unit
 
 
 def prefix_sum(steps, start=None, dim=-2):
@@ -33,130 +31,6 @@ def prefix_sum(steps, start=None, dim=-2):
     float32 would lose a phase of 65,536 steps by several radians. MPS has no float64, so there the sum is on the CPU."""
     total = (steps.cpu() if steps.device.type == "mps" else steps).double().cumsum(dim)
     return total if start is None else total + start
-
-
-# ---------------------------------------------------------------- ways in and out of the common frame
-
-class Stay:
-    """The identity: nothing is routed. enter and leave take (..., B, H, T, D)."""
-    def enter(self, x):
-        return x
-
-    leave = enter
-
-
-STAY = Stay()
-
-
-class Rotation:
-    """A_t as rotations of the D/2 planes of a head, from wrapped phases (B or 1, H or 1, T, D/2) in radians."""
-    def __init__(self, phase):
-        self.cos, self.sin = phase.cos(), phase.sin()
-
-    def enter(self, x):  # A_t^T x
-        return rotate(x, self.cos, -self.sin)
-
-    def leave(self, x):  # A_t x
-        return rotate(x, self.cos, self.sin)
-
-
-def rotate(x, cos, sin):
-    """Turn every plane (x_b, x_{b + D/2}) of x (..., T, D) counter-clockwise; float32 or better comes out."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-
-
-class Reflections:
-    """A_t^T = H_1 H_2 ... H_t of reflections H_s = I - 2 w_s w_s^T, w (B, H, T, D) of unit rows (0: no step).
-
-    Within a chunk H_1 ... H_t = I - sum_{u<=t} y_u w_u^T, so only chunks are walked one by one, each with a D x D matrix:
-    O(T C D + T D^2) work. `start` is A^T before the first token, (B, H, D, D), or None; `end` is A^T after the last."""
-    chunk = 64
-
-    def __init__(self, w, start=None):
-        self.w = in_chunks(w, self.chunk)                                                     # (B, H, N, C, D)
-        self.y = solve_steps(self.w, 2 * torch.ones_like(self.w[..., 0])) @ self.w
-        eye = torch.eye(w.size(-1), dtype=w.dtype, device=w.device)
-        turns = [eye.expand(*w.shape[:2], -1, -1) if start is None else start]
-        for across in (eye - self.y.mT @ self.w).unbind(2):
-            turns.append(orthogonal(turns[-1] @ across))
-        self.start, self.end = torch.stack(turns[:-1], dim=2), turns[-1]                      # (B, H, N, D, D)
-
-    def enter(self, x):  # A_t^T x
-        rows = in_chunks(x, self.chunk)
-        rows = (rows - (rows @ self.w.mT).tril() @ self.y) @ self.start.mT
-        return rows.flatten(-3, -2)[..., :x.size(-2), :]
-
-    def leave(self, x):  # A_t x
-        rows = in_chunks(x, self.chunk) @ self.start
-        return (rows - (rows @ self.y.mT).tril() @ self.w).flatten(-3, -2)[..., :x.size(-2), :]
-
-
-def in_chunks(x, size):
-    """(..., T, D) to (..., N, C, D), C = min(size, T), with zeros after the last token: a zero w is no step."""
-    size = min(size, x.size(-2))
-    return F.pad(x, (0, 0, 0, -x.size(-2) % size)).unflatten(-2, (-1, size))
-
-
-def solve_steps(w, beta):
-    """G = (I + D slow(W W^T))^-1 D, slow: below the diagonal, D = diag(beta). Then y = G W has H_1 ... H_t =
-    I - sum_{u<=t} y_u w_u^T for H = I - beta w w^T (compact WY, Schreiber and Van Loan 1989). w: (..., C, D), beta: (..., C).
-
-    Inverted by doubling diagonal blocks: stable as substitution is, and only matrix products. A library solve of many
-    small systems waits for all threads at each one: 100 times slower on cores that are shared."""
-    C = w.size(-2)
-    lower = (beta[..., None] * (w @ w.mT)).tril(-1)
-    at, size = torch.arange(C, device=w.device), 1
-    apart = at[:, None] ^ at          # size <= i xor j < 2 size: i and j lie in neighbouring blocks that become one
-    inverse = torch.eye(C, dtype=w.dtype, device=w.device)
-    while size < C:                   # [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]], for all pairs at once
-        inverse = inverse - inverse @ (lower * ((apart >= size) & (apart < 2 * size))) @ inverse
-        size *= 2
-    return inverse * beta[..., None, :]
-
-
-def orthogonal(m):
-    """m (..., n, n) after a Newton step to the nearest orthogonal matrix: an error of e becomes e^2. A constant to
-    autograd, as it does not move with changes among orthogonal matrices."""
-    near = m.detach()
-    return m + (near - near @ (near.mT @ near)) / 2
-
-
-def unit(w):
-    """w / |w|, guarded before the root: w = 0 gives 0 and a finite gradient; to float32 |w| > 0.01 is not moved."""
-    return w * (w.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
-
-
-class Blocks:
-    """A_t as D/n blocks of SO(n), (B, H, T, D/n, n, n). Block b turns coordinates b, b + D/n, b + 2 D/n, ..."""
-    def __init__(self, prefix):
-        self.prefix = prefix
-
-    def enter(self, x):  # A_t^T x
-        return Blocks(self.prefix.mT).leave(x)
-
-    def leave(self, x):  # A_t x
-        x = x.unflatten(-1, (self.prefix.size(-1), -1))                                       # (..., n, D/n)
-        return torch.einsum("...bik,...kb->...ib", self.prefix, x).flatten(-2)
-
-
-def prefix_product(m):
-    """Inclusive products m_t ... m_1 along dim 2 of m (B, H, T, D/n, n, n). Multiply neighbours, take the prefixes of
-    those T/2 (every second one wanted), step to the others: 2 T products, and rounding grows with log T."""
-    T = m.size(2)
-    if T == 1:
-        return m
-    second = prefix_product(m[:, :, 1::2] @ m[:, :, :T // 2 * 2:2])
-    first = torch.cat((m[:, :, :1], m[:, :, 2::2] @ second[:, :, :(T - 1) // 2]), dim=2)
-    both = torch.stack((first[:, :, :T // 2], second), dim=3).flatten(2, 3)
-    return torch.cat((both, first[:, :, T // 2:]), dim=2)
-
-
-class Path(Stay):
-    """PaTH's steps I - beta w w^T, w (B, H, T, D), beta (B, H, T). They shrink, so no frame is common to all tokens and
-    attention.path_attention carries the keys."""
-    def __init__(self, w, beta):
-        self.w, self.beta = w, beta
 
 
 class Frame:
