@@ -225,7 +225,7 @@ def append_bias(q, k, v, key_bias):
     return q, k, F.pad(v, (0, n + padding))  # fused kernels want values of the same size
 
 
-def path_attention(q, k, v, key_bias, path, window=None, chunk=128):
+def path_attention(q, k, v, key_bias, path, window=None, chunk=64):
     """Softmax attention where key j reaches query i through H_i ... H_{j+1}, H = I - beta w w^T (PaTH, arXiv 2505.16381).
 
     q: (B, H, T, D), the last T of S positions; path: their steps; k, v: (B, H, S, D), the first S - T keys carried to

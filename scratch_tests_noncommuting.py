@@ -314,12 +314,12 @@ def test_noncommuting_bf16(pos, monkeypatch):
     assert torch.equal(kept[0], route.enter(q.float()).bfloat16())
 
 
-@pytest.mark.parametrize("pos", NONCOMMUTING)
+@pytest.mark.parametrize("pos", ("reflect_qkv", "orth_qkv", "path", "path+fox"))
 def test_noncommuting_compiled(pos):
     layer, config = layer_of(pos, dtype=torch.float32)
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
-    for T in (1, 33, 129):
+    for T in (1, 33, 65):
         results = []
         for f in (layer, compiled):
             x, *rest = inputs(config, T, 1, dtype=torch.float32)
