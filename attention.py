@@ -1,8 +1,8 @@
 """Causal attention in the common frame: move queries, keys and values in, attend, move the output back.
 
-Mechanisms differ only in the Frame that positional.py hands over, so one fused kernel serves them all and nothing
-T x T is formed, at any length. A bias accumulated along the route rides inside the kernel as a key coordinate.
-PaTH alone has no common frame; path_attention, below, carries its keys from chunk to chunk instead.
+Mechanisms differ only in the Frame that positional.py hands over, made of the routes defined here, so one fused kernel
+serves them all and nothing T x T is formed, at any length. A bias accumulated along the route rides inside the kernel
+as a key coordinate. PaTH alone has no common frame; path_attention carries its keys from chunk to chunk instead.
 """
 import torch
 import torch.nn as nn
@@ -91,8 +91,9 @@ def rotate(x, cos, sin):
 class Reflections:
     """A_t^T = H_1 H_2 ... H_t of reflections H_s = I - 2 w_s w_s^T, w (B, H, T, D) of unit rows (0: no step).
 
-    Within a chunk H_1 ... H_t = I - sum_{u<=t} y_u w_u^T, so only chunks are walked one by one, each with a D x D matrix:
-    O(T C D + T D^2) work. `start` is A^T before the first token, (B, H, D, D), or None; `end` is A^T after the last."""
+    Within a chunk H_1 ... H_t = I - sum_{u<=t} y_u w_u^T, so only chunks are walked one by one, each with a D x D
+    matrix: O(T C D + T D^2) work. 65,536 steps stay orthogonal to 5e-7 in float32 (4e-5 without the Newton step).
+    `start` is A^T before the first token, (B, H, D, D), or None; `end` is A^T after the last."""
     chunk = 64
 
     def __init__(self, w, start=None):
@@ -121,8 +122,9 @@ def in_chunks(x, size):
 
 
 def solve_steps(w, beta):
-    """G = (I + D slow(W W^T))^-1 D, slow: below the diagonal, D = diag(beta). Then y = G W has H_1 ... H_t =
-    I - sum_{u<=t} y_u w_u^T for H = I - beta w w^T (compact WY, Schreiber and Van Loan 1989). w: (..., C, D), beta: (..., C).
+    """G = (I + D slow(W W^T))^-1 D with slow the part below the diagonal and D = diag(beta): for H = I - beta w w^T and
+    y = G W, H_1 ... H_t = I - sum_{u<=t} y_u w_u^T (compact WY form, Schreiber and Van Loan, 1989).
+    w: (..., C, D), beta: (..., C); G: (..., C, C).
 
     Inverted by doubling diagonal blocks: stable as substitution is, and only matrix products. A library solve of many
     small systems waits for all threads at each one: 100 times slower on cores that are shared."""
@@ -175,7 +177,7 @@ def prefix_product(m):
 
 
 class Path(Stay):
-    """PaTH's steps I - beta w w^T, w (B, H, T, D), beta (B, H, T). They shrink, so no frame is common to all tokens, and
+    """PaTH's steps I - beta w w^T, w (B, H, T, D), beta (B, H, T). They shrink, so no frame is common to all tokens:
     path_attention carries the keys."""
     def __init__(self, w, beta):
         self.w, self.beta = w, beta
@@ -226,11 +228,11 @@ def append_bias(q, k, v, key_bias):
 
 
 def path_attention(q, k, v, key_bias, path, window=None, chunk=64):
-    """Softmax attention where key j reaches query i through H_i ... H_{j+1}, H = I - beta w w^T (PaTH, arXiv 2505.16381).
+    """Softmax attention where key j reaches query i by H_i ... H_{j+1}, H = I - beta w w^T (PaTH, arXiv 2505.16381).
 
     q: (B, H, T, D), the last T of S positions; path: their steps; k, v: (B, H, S, D), the first S - T keys carried to
-    where the queries begin; key_bias: (1 or B, H, S) or None; all in float32 or better. Returns the output (B, H, T, D) and the keys carried to
-    the last position, (B, H, S, D), less those that the window has passed.
+    where the queries begin; key_bias: (1 or B, H, S) or None; all in float32 or better. Returns the output (B, H, T, D)
+    and the keys carried to the last position, (B, H, S, D), less those that the window has passed.
 
     All keys before a chunk of queries are carried to its start, so that it sees them by plain products; then they are
     carried over it, k <- k - (k Y^T) W. With chunks of one token that is decoding. A chunk meets all its keys in one

@@ -141,7 +141,7 @@ class LearnedRotation(RandomRotation):
 
 
 class LearnedReflection(nn.Module):
-    """reflect_qk, reflect_qkv: step = I - 2 w w^T, the mirror across w: a linear map of the hidden state, made a unit vector."""
+    """reflect_qk, reflect_qkv: step = I - 2 w w^T, w a linear map of the hidden state made a unit vector."""
     def __init__(self, config, layer, routed):
         super().__init__()
         self.n_head, self.routed = config.n_head, routed
@@ -170,7 +170,7 @@ class LearnedBlocks(nn.Module):
         nn.init.zeros_(self.skew.bias)
         i, j = torch.tril_indices(n, n, -1)
         plane = torch.arange(D // 2, dtype=torch.float32).view(n // 2, D // n)
-        turn = torch.tan(ConstantRotation.base ** (-2 * plane / D) / 2)                       # Cayley: angle = 2 atan(K_ij)
+        turn = torch.tan(ConstantRotation.base ** (-2 * plane / D) / 2)                       # Cayley's angle: 2 atan(K)
         with torch.no_grad():
             self.skew.bias.view(H, D // n, -1)[:, :, i - j == n // 2] = turn.T
 
@@ -191,7 +191,8 @@ class LearnedBlocks(nn.Module):
 class LearnedPath(nn.Module):
     """path (PaTH, arXiv 2505.16381): step = I - beta w w^T, with beta in (0, 2) it shrinks what lies along w.
 
-    As published: w = unit(SiLU(causal depthwise convolution over 3 tokens (linear of rank 32))), beta = 2 sigmoid(linear)."""
+    As published: w = unit(SiLU(causal depthwise convolution over 3 tokens (linear of rank 32))), beta = 2 sigmoid of a
+    linear map, both of the hidden state."""
     rank, taps = 32, 3
 
     def __init__(self, config, layer, routed):
