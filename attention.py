@@ -250,8 +250,9 @@ def path_attention(q, k, v, key_bias, path, window=None, chunk=64):
         local = (q @ k.mT - read @ write).masked_fill(~see(C, C, None, q.device), float("-inf"))
         q, y = q - read @ w, G @ w                                                            # q back to the start
         k = k - (G @ write).mT @ w                                                            # k on to the end
-        out = []
-        for start, q, k, w, y, local in zip(range(past, past + T, C), *(t.unbind(2) for t in (q, k, w, y, local))):
+        out = torch.empty_like(q)  # one piece: pieces kept from each turn of the loop would scatter over the heap
+        for a, (q, k, w, y, local) in enumerate(zip(*(t.unbind(2) for t in (q, k, w, y, local)))):
+            start = past + a * C
             stop, first = start + C, 0 if window is None else max(0, start - window + 1)
             keys = keys[:, :, keys.size(2) - (start - first):]
             logits = torch.cat((q @ keys.mT, local), dim=-1)                                  # (B, H, C, stop - first)
@@ -260,9 +261,9 @@ def path_attention(q, k, v, key_bias, path, window=None, chunk=64):
                 logits = logits + F.pad(c, (0, stop - first - c.size(-1))).to(q.device, q.dtype)[..., None, :]
             if window is not None:
                 logits = logits.masked_fill(~see(C, stop - first, window, q.device), float("-inf"))
-            out.append(logits.softmax(-1) @ v[:, :, first:stop])
+            out[:, :, a] = logits.softmax(-1) @ v[:, :, first:stop]
             keys = torch.cat((keys - (keys @ y.mT) @ w, k), dim=2)
-    return torch.cat(out, dim=2)[:, :, :T], keys[:, :, :keys.size(2) - -T % C]
+    return out.flatten(2, 3)[:, :, :T], keys[:, :, :keys.size(2) - -T % C]
 
 
 def see(n_query, n_key, window, device):

@@ -213,7 +213,7 @@ class LearnedPath(nn.Module):
         w = F.silu(sum(u[:, i:i + x.size(1)] * tap for i, tap in enumerate(precise(self.filter).unbind(1))))
         beta = 2 * torch.sigmoid(F.linear(x, precise(self.beta.weight), precise(self.beta.bias)))
         route = Path(unit(w.unflatten(2, (self.n_head, -1)).transpose(1, 2)), beta.transpose(1, 2))
-        return route, STAY, u[:, 1 - self.taps:]
+        return route, STAY, u[:, 1 - self.taps:].clone()  # a view would keep all of u
 
 
 def own_generator(config, layer):
