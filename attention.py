@@ -1,24 +1,28 @@
 """Causal attention in the common frame: move queries, keys and values in, attend, move the output back.
 
-Mechanisms differ only in the Frame that positional.py hands over, so one fused kernel serves them all and nothing
-T x T is formed, at any length. A bias accumulated along the route rides inside the kernel as a key coordinate.
+Mechanisms differ only in the Frame that positional.py hands over, made of the routes defined here, so one fused kernel
+serves them all and nothing T x T is formed, at any length. A bias accumulated along the route rides inside the kernel
+as a key coordinate. PaTH alone has no common frame; path_attention carries its keys from chunk to chunk instead.
 """
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from positional import make_position
+
+def precise(x):
+    """x in float32 or better. Steps, prefixes and biases are never computed in less."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Attention(nn.Module):
     window = None  # eval_length.py --window: a query sees itself and the window - 1 keys before it
 
-    def __init__(self, config, layer):
+    def __init__(self, config, position):
         super().__init__()
         self.n_head, self.head_dim = config.n_head, config.head_dim
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.proj = nn.Linear(config.n_embd, config.n_embd)
-        self.position = make_position(config, layer)
+        self.position = position
 
     def forward(self, x, embedding, idx, sequence, cache=None):
         """x: (B, T, C), the layer's normalised input; returns (B, T, C). `cache`: a Cache to decode with, or None."""
@@ -27,23 +31,158 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)    # (3, B, H, T, D)
         dtype = qkv.dtype
 
-        # into the common frame; what is routed alike is moved in one go
-        if frame.v is frame.qk:
-            q, k, v = frame.qk.enter(qkv)
-        else:
-            (q, k), v = frame.qk.enter(qkv[:2]), frame.v.enter(qkv[2])
-        if frame.query_scale is not None:
-            q = q * frame.query_scale
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)   # float32 until here; rounded once
+        # into the common frame, in float32 whatever autocast says; what is routed alike is moved in one go
+        with torch.autocast(x.device.type, enabled=False):
+            if frame.v is frame.qk:
+                q, k, v = frame.qk.enter(qkv)
+            else:
+                (q, k), v = frame.qk.enter(qkv[:2]), frame.v.enter(qkv[2])
+            if frame.query_scale is not None:
+                q = q * frame.query_scale
 
-        if cache is None:
-            y = causal_attention(q, k, v, frame.key_bias, self.window)
+        if isinstance(frame.qk, Path):
+            q, k, v = precise(q), precise(k), precise(v)      # keys are rewritten at every chunk: never rounded
+            past = (k, v, frame.key_bias) if cache is None else cache.append(k, v, frame)
+            y, k = path_attention(q, *past, frame.qk, self.window)
+            if cache is not None:
+                cache.rewrite(k)
         else:
-            y = cached_attention(q, *cache.append(k, v, frame), self.window)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)   # float32 until here; rounded once
+            y = causal_attention(q, k, v, frame.key_bias, self.window) if cache is None else \
+                cached_attention(q, *cache.append(k, v, frame), self.window)
 
-        y = frame.v.leave(y).to(dtype)                                                        # back at each query
+        with torch.autocast(x.device.type, enabled=False):
+            y = frame.v.leave(y).to(dtype)                                                    # back at each query
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
+
+# ---------------------------------------------------------------- ways in and out of the common frame
+
+class Stay:
+    """The identity: nothing is routed. enter and leave take (..., B, H, T, D)."""
+    def enter(self, x):
+        return x
+
+    leave = enter
+
+
+STAY = Stay()
+
+
+class Rotation:
+    """A_t as rotations of the D/2 planes of a head, from wrapped phases (B or 1, H or 1, T, D/2) in radians."""
+    def __init__(self, phase):
+        self.cos, self.sin = phase.cos(), phase.sin()
+
+    def enter(self, x):  # A_t^T x
+        return rotate(x, self.cos, -self.sin)
+
+    def leave(self, x):  # A_t x
+        return rotate(x, self.cos, self.sin)
+
+
+def rotate(x, cos, sin):
+    """Turn every plane (x_b, x_{b + D/2}) of x (..., T, D) counter-clockwise; float32 or better comes out."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Reflections:
+    """A_t^T = H_1 H_2 ... H_t of reflections H_s = I - 2 w_s w_s^T, w (B, H, T, D) of unit rows (0: no step).
+
+    Within a chunk H_1 ... H_t = I - sum_{u<=t} y_u w_u^T, so only chunks are walked one by one, each with a D x D
+    matrix: O(T C D + T D^2) work. 65,536 steps stay orthogonal to 5e-7 in float32 (4e-5 without the Newton step).
+    `start` is A^T before the first token, (B, H, D, D), or None; `end` is A^T after the last."""
+    chunk = 64
+
+    def __init__(self, w, start=None):
+        self.w = in_chunks(w, self.chunk)                                                     # (B, H, N, C, D)
+        self.y = solve_steps(self.w, 2 * torch.ones_like(self.w[..., 0])) @ self.w
+        eye = torch.eye(w.size(-1), dtype=w.dtype, device=w.device)
+        turns = [eye.expand(*w.shape[:2], -1, -1) if start is None else start]
+        for across in (eye - self.y.mT @ self.w).unbind(2):
+            turns.append(orthogonal(turns[-1] @ across))
+        self.start, self.end = torch.stack(turns[:-1], dim=2), turns[-1]                      # (B, H, N, D, D)
+
+    def enter(self, x):  # A_t^T x
+        rows = in_chunks(precise(x), self.chunk)
+        rows = (rows - (rows @ self.w.mT).tril() @ self.y) @ self.start.mT
+        return rows.flatten(-3, -2)[..., :x.size(-2), :]
+
+    def leave(self, x):  # A_t x
+        rows = in_chunks(precise(x), self.chunk) @ self.start
+        return (rows - (rows @ self.y.mT).tril() @ self.w).flatten(-3, -2)[..., :x.size(-2), :]
+
+
+def in_chunks(x, size):
+    """(..., T, D) to (..., N, C, D), C = min(size, T), with zeros after the last token: a zero w is no step."""
+    size = min(size, x.size(-2))
+    return F.pad(x, (0, 0, 0, -x.size(-2) % size)).unflatten(-2, (-1, size))
+
+
+def solve_steps(w, beta):
+    """G = (I + D slow(W W^T))^-1 D with slow the part below the diagonal and D = diag(beta): for H = I - beta w w^T and
+    y = G W, H_1 ... H_t = I - sum_{u<=t} y_u w_u^T (compact WY form, Schreiber and Van Loan, 1989).
+    w: (..., C, D), beta: (..., C); G: (..., C, C).
+
+    Inverted by doubling diagonal blocks: stable as substitution is, and only matrix products. A library solve of many
+    small systems waits for all threads at each one: 100 times slower on cores that are shared."""
+    C = w.size(-2)
+    lower = (beta[..., None] * (w @ w.mT)).tril(-1)
+    at, size = torch.arange(C, device=w.device), 1
+    apart = at[:, None] ^ at          # size <= i xor j < 2 size: i and j lie in neighbouring blocks that become one
+    inverse = torch.eye(C, dtype=w.dtype, device=w.device)
+    while size < C:                   # [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]], for all pairs at once
+        inverse = inverse - inverse @ (lower * ((apart >= size) & (apart < 2 * size))) @ inverse
+        size *= 2
+    return inverse * beta[..., None, :]
+
+
+def orthogonal(m):
+    """m (..., n, n) after a Newton step to the nearest orthogonal matrix: an error of e becomes e^2. A constant to
+    autograd, as it does not move with changes among orthogonal matrices."""
+    near = m.detach()
+    return m + (near - near @ (near.mT @ near)) / 2
+
+
+def unit(w):
+    """w / |w|, guarded before the root: w = 0 gives 0 and a finite gradient; to float32 |w| > 0.01 is not moved."""
+    return w * (w.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
+
+
+class Blocks:
+    """A_t as D/n blocks of SO(n), (B, H, T, D/n, n, n). Block b turns coordinates b, b + D/n, b + 2 D/n, ..."""
+    def __init__(self, prefix):
+        self.prefix = prefix
+
+    def enter(self, x):  # A_t^T x
+        return Blocks(self.prefix.mT).leave(x)
+
+    def leave(self, x):  # A_t x
+        x = precise(x).unflatten(-1, (self.prefix.size(-1), -1))                              # (..., n, D/n)
+        return torch.einsum("...bik,...kb->...ib", self.prefix, x).flatten(-2)
+
+
+def prefix_product(m):
+    """Inclusive products m_t ... m_1 along dim 2 of m (B, H, T, D/n, n, n). Multiply neighbours, take the prefixes of
+    those T/2 (every second one wanted), step to the others: 2 T products, and rounding grows with log T."""
+    T = m.size(2)
+    if T == 1:
+        return m
+    second = prefix_product(m[:, :, 1::2] @ m[:, :, :T // 2 * 2:2])
+    first = torch.cat((m[:, :, :1], m[:, :, 2::2] @ second[:, :, :(T - 1) // 2]), dim=2)
+    both = torch.stack((first[:, :, :T // 2], second), dim=3).flatten(2, 3)
+    return torch.cat((both, first[:, :, T // 2:]), dim=2)
+
+
+class Path(Stay):
+    """PaTH's steps I - beta w w^T, w (B, H, T, D), beta (B, H, T). They shrink, so no frame is common to all tokens:
+    path_attention carries the keys."""
+    def __init__(self, w, beta):
+        self.w, self.beta = w, beta
+
+
+# ---------------------------------------------------------------- softmax over the past
 
 def causal_attention(q, k, v, key_bias=None, window=None):
     """Softmax attention over j <= i. q, k, v: (B, H, T, D); key_bias: c of the bias -(c_i - c_j), (1 or B, H, T), or
@@ -87,6 +226,45 @@ def append_bias(q, k, v, key_bias):
     return q, k, F.pad(v, (0, n + padding))  # fused kernels want values of the same size
 
 
+def path_attention(q, k, v, key_bias, path, window=None, chunk=64):
+    """Softmax attention where key j reaches query i by H_i ... H_{j+1}, H = I - beta w w^T (PaTH, arXiv 2505.16381).
+
+    q: (B, H, T, D), the last T of S positions; path: their steps; k, v: (B, H, S, D), the first S - T keys carried to
+    where the queries begin; key_bias: (1 or B, H, S) or None; all in float32 or better. Returns the output (B, H, T, D)
+    and the keys carried to the last position, (B, H, S, D), less those that the window has passed.
+
+    All keys before a chunk of queries are carried to its start, so that it sees them by plain products; then they are
+    carried over it, k <- k - (k Y^T) W. With chunks of one token that is decoding. A chunk meets all its keys in one
+    softmax, and nothing is larger than chunk x S. The bias stays outside the scale 1/sqrt(D): exp(c_j - c_i) is then
+    the product of the forget gates on the way, whatever the head size."""
+    with torch.autocast(q.device.type, enabled=False):
+        T, D = q.shape[-2:]
+        past = k.size(2) - T                                                                  # keys before the queries
+        keys, k = k[:, :, :past], in_chunks(k[:, :, past:], chunk)
+        q, w = in_chunks(q * D ** -0.5, chunk), in_chunks(path.w, chunk)                      # (B, H, N, C, D)
+        C = q.size(3)
+        v = F.pad(v, (0, 0, 0, -T % C))
+        G = solve_steps(w, in_chunks(path.beta[..., None], chunk)[..., 0])
+        read, write = (q @ w.mT).tril() @ G, (w @ k.mT).tril(-1)
+        local = (q @ k.mT - read @ write).masked_fill(~see(C, C, None, q.device), float("-inf"))
+        q, y = q - read @ w, G @ w                                                            # q back to the start
+        k = k - (G @ write).mT @ w                                                            # k on to the end
+        out = torch.empty_like(q)  # one piece: pieces kept from each turn of the loop would scatter over the heap
+        for a, (q, k, w, y, local) in enumerate(zip(*(t.unbind(2) for t in (q, k, w, y, local)))):
+            start = past + a * C
+            stop, first = start + C, 0 if window is None else max(0, start - window + 1)
+            keys = keys[:, :, keys.size(2) - (start - first):]
+            logits = torch.cat((q @ keys.mT, local), dim=-1)                                  # (B, H, C, stop - first)
+            if key_bias is not None:  # from the chunk's start: small where it matters
+                c = key_bias[..., first:stop] - key_bias[..., start:start + 1].detach()
+                logits = logits + F.pad(c, (0, stop - first - c.size(-1))).to(q.device, q.dtype)[..., None, :]
+            if window is not None:
+                logits = logits.masked_fill(~see(C, stop - first, window, q.device), float("-inf"))
+            out[:, :, a] = logits.softmax(-1) @ v[:, :, first:stop]
+            keys = torch.cat((keys - (keys @ y.mT) @ w, k), dim=2)
+    return out.flatten(2, 3)[:, :, :T], keys[:, :, :keys.size(2) - -T % C]
+
+
 def see(n_query, n_key, window, device):
     """(n_query, n_key) bool: may the query see the key? The last query stands at the last key."""
     query = torch.arange(n_key - n_query, n_key, device=device)[:, None]
@@ -96,7 +274,8 @@ def see(n_query, n_key, window, device):
 
 
 class Cache:
-    """One layer's keys and values, already in the common frame: a key there never depends on the query that reads it."""
+    """One layer's keys and values, already in the common frame: a key there never depends on the query that reads it.
+    PaTH's keys stand in the frame of the last token and are rewritten as tokens come."""
     def __init__(self, capacity):
         self.capacity, self.state, self.length, self.store = capacity, None, 0, None
 
@@ -111,6 +290,10 @@ class Cache:
         self.state, self.length = frame.state, stop
         k, v, *c = (store[:, :, :stop] for store in self.store)
         return k, v, c[0][..., 0] if c else None
+
+    def rewrite(self, k):
+        """Put k (B, H, n, D) in place of the last n keys."""
+        self.store[0][:, :, self.length - k.size(2):self.length] = k
 
 
 def cached_attention(q, k, v, key_bias=None, window=None):

@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attention import Attention, Cache
-from positional import check_position
+from positional import check_position, make_position
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.norm_1 = nn.LayerNorm(config.n_embd)
-        self.attention = Attention(config, layer)
+        self.attention = Attention(config, make_position(config, layer))
         self.norm_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)

@@ -12,7 +12,9 @@ RoPE is the case of equal steps. The bias -(c_i - c_j) is accumulated along the 
 b_s >= 0; ALiBi is a constant b, FoX is b_s = -log(forget gate).
 
 Conventions, each pinned by a literal in tests.py: plane b of a head pairs coordinates b and b + head_dim/2; M_s turns
-that plane by +step (counter-clockwise); prefixes are inclusive, so step s is in A_s; A_t^T enters, A_t leaves.
+that plane by +step (counter-clockwise); prefixes are inclusive, so step s is in A_s; A_t^T enters, A_t leaves. Steps
+that do not commute multiply on the left, the latest outermost; a block of orth is n coordinates head_dim/n apart.
+The routes themselves, with the ways into and out of the common frame, are in attention.py.
 """
 import math
 
@@ -20,10 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-
-def precise(x):
-    """x in float32 or better. Steps, prefixes and biases are never computed in less."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+from attention import STAY, Blocks, Path, Reflections, Rotation, orthogonal, precise, prefix_product, unit
 
 
 def prefix_sum(steps, start=None, dim=-2):
@@ -32,37 +31,6 @@ def prefix_sum(steps, start=None, dim=-2):
     float32 would lose a phase of 65,536 steps by several radians. MPS has no float64, so there the sum is on the CPU."""
     total = (steps.cpu() if steps.device.type == "mps" else steps).double().cumsum(dim)
     return total if start is None else total + start
-
-
-# ---------------------------------------------------------------- ways in and out of the common frame
-
-class Stay:
-    """The identity: nothing is routed. enter and leave take (..., B, H, T, D)."""
-    def enter(self, x):
-        return x
-
-    leave = enter
-
-
-STAY = Stay()
-
-
-class Rotation:
-    """A_t as rotations of the D/2 planes of a head, from wrapped phases (B or 1, H or 1, T, D/2) in radians."""
-    def __init__(self, phase):
-        self.cos, self.sin = phase.cos(), phase.sin()
-
-    def enter(self, x):  # A_t^T x
-        return rotate(x, self.cos, -self.sin)
-
-    def leave(self, x):  # A_t x
-        return rotate(x, self.cos, self.sin)
-
-
-def rotate(x, cos, sin):
-    """Turn every plane (x_b, x_{b + D/2}) of x (..., T, D) counter-clockwise; float32 or better comes out."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
 class Frame:
@@ -172,6 +140,87 @@ class LearnedRotation(RandomRotation):
         return self.frequencies(x.device) + math.pi * torch.tanh(self.split_lanes(a))
 
 
+class LearnedReflection(nn.Module):
+    """reflect_qk, reflect_qkv: step = I - 2 w w^T, w a linear map of the hidden state made a unit vector."""
+    def __init__(self, config, layer, routed):
+        super().__init__()
+        self.n_head, self.routed = config.n_head, routed
+        self.direction = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        nn.init.normal_(self.direction.weight, std=0.02, generator=own_generator(config, layer))
+
+    def forward(self, x, embedding, idx, sequence, length, state):
+        w = F.linear(x, precise(self.direction.weight)).unflatten(2, (self.n_head, -1)).transpose(1, 2)
+        route = Reflections(unit(w), state)
+        return route, route if self.routed == "qkv" else STAY, route.end
+
+
+class LearnedBlocks(nn.Module):
+    """orth_qk, orth_qkv: step = (I - K)^-1 (I + K) in SO(n), the Cayley map of a skew K affine in the hidden state.
+
+    At birth K turns the planes (j, j + n/2) of a block as RoPE does, whatever the token: born as rope or rope_qkv, like
+    accrot, it differs in that its steps need not commute."""
+    n = 4  # coordinates in a block: even, and a divisor of head_dim
+
+    def __init__(self, config, layer, routed):
+        super().__init__()
+        n, D, H = self.n, config.head_dim, config.n_head
+        self.n_head, self.routed, self.gain = H, routed, config.n_embd ** -0.5                # the gain of accrot
+        self.skew = nn.Linear(config.n_embd, H * D // n * n * (n - 1) // 2)
+        nn.init.zeros_(self.skew.weight)
+        nn.init.zeros_(self.skew.bias)
+        i, j = torch.tril_indices(n, n, -1)
+        plane = torch.arange(D // 2, dtype=torch.float32).view(n // 2, D // n)
+        turn = torch.tan(ConstantRotation.base ** (-2 * plane / D) / 2)                       # Cayley's angle: 2 atan(K)
+        with torch.no_grad():
+            self.skew.bias.view(H, D // n, -1)[:, :, i - j == n // 2] = turn.T
+
+    def forward(self, x, embedding, idx, sequence, length, state):
+        rates = F.linear(x, precise(self.skew.weight)) * self.gain + precise(self.skew.bias)
+        i, j = torch.tril_indices(self.n, self.n, -1, device=x.device)
+        rates = rates.unflatten(2, (self.n_head, -1, i.numel())).transpose(1, 2)              # (B, H, T, D/n, n(n-1)/2)
+        K = x.new_zeros(*rates.shape[:-1], self.n, self.n)
+        K[..., i, j], K[..., j, i] = rates, -rates
+        eye = torch.eye(self.n, dtype=x.dtype, device=x.device)
+        steps = 2 * torch.linalg.inv(eye - K) - eye
+        if state is not None:
+            steps = torch.cat((steps[:, :, :1] @ state, steps[:, :, 1:]), dim=2)
+        route = Blocks(orthogonal(prefix_product(steps)))
+        return route, route if self.routed == "qkv" else STAY, route.prefix[:, :, -1:]
+
+
+class LearnedPath(nn.Module):
+    """path (PaTH, arXiv 2505.16381): step = I - beta w w^T, with beta in (0, 2) it shrinks what lies along w.
+
+    As published: w = unit(SiLU(causal depthwise convolution over 3 tokens (linear of rank 32))), beta = 2 sigmoid of a
+    linear map, both of the hidden state."""
+    rank, taps = 32, 3
+
+    def __init__(self, config, layer, routed):
+        super().__init__()
+        self.n_head, width = config.n_head, config.n_embd
+        self.down, self.up = nn.Linear(width, self.rank, bias=False), nn.Linear(self.rank, width, bias=False)
+        self.filter = nn.Parameter(torch.empty(width, self.taps))                             # the last tap: this token
+        self.beta = nn.Linear(width, config.n_head)
+        generator = own_generator(config, layer)
+        for weight in (self.down.weight, self.up.weight, self.filter):  # so that SiLU meets numbers around 1
+            nn.init.normal_(weight, std=weight.size(1) ** -0.5, generator=generator)
+        nn.init.normal_(self.beta.weight, std=0.02, generator=generator)
+        nn.init.zeros_(self.beta.bias)
+
+    def forward(self, x, embedding, idx, sequence, length, state):
+        u = F.linear(F.linear(x, precise(self.down.weight)), precise(self.up.weight))         # (B, T, C)
+        u = F.pad(u, (0, 0, self.taps - 1, 0)) if state is None else torch.cat((state, u), dim=1)
+        w = F.silu(sum(u[:, i:i + x.size(1)] * tap for i, tap in enumerate(precise(self.filter).unbind(1))))
+        beta = 2 * torch.sigmoid(F.linear(x, precise(self.beta.weight), precise(self.beta.bias)))
+        route = Path(unit(w.unflatten(2, (self.n_head, -1)).transpose(1, 2)), beta.transpose(1, 2))
+        return route, STAY, u[:, 1 - self.taps:].clone()  # a view would keep all of u
+
+
+def own_generator(config, layer):
+    """For what starts random, so that the numbers of the shared weights stay as they are."""
+    return torch.Generator().manual_seed(scramble(scramble(config.seed & MASK) ^ layer))
+
+
 # ---------------------------------------------------------------- far-mass control
 
 class Alibi(nn.Module):
@@ -221,6 +270,11 @@ POSITIONS = {
     "randrot_qkv": (RandomRotation, "qkv", ()),
     "accrot_qk":   (LearnedRotation, "qk", ()),
     "accrot_qkv":  (LearnedRotation, "qkv", ()),
+    "reflect_qk":  (LearnedReflection, "qk", ()),
+    "reflect_qkv": (LearnedReflection, "qkv", ()),
+    "orth_qk":     (LearnedBlocks, "qk", ()),
+    "orth_qkv":    (LearnedBlocks, "qkv", ()),
+    "path":        (LearnedPath, "qk", ()),
     "alibi":       (NoSteps, "", ("alibi",)),
     "fox":         (NoSteps, "", ("fox",)),
 }
@@ -234,6 +288,9 @@ UPGRADES = {"rope": "accrot_qk", "rope_qkv": "accrot_qkv"}  # equal logits at bi
 def parse_position(name):
     """'accrot_qkv+fox' to (kind of step, 'qkv', ('fox',)). ValueError names what is legal."""
     base, *suffixes = name.split("+")
+    if base == "path_qkv":
+        raise ValueError(f"pos={name}: path's steps shrink, so no common frame brings values along; "
+                         "use pos=path, or reflect_qkv, whose steps are orthogonal")
     if base not in POSITIONS:
         raise ValueError(f"pos={name}: no mechanism {base!r}; use one of {', '.join(POSITIONS)}, "
                          f"each may be followed by {', '.join('+' + c for c in CONTROLS)}")
@@ -262,6 +319,9 @@ def check_position(config):
     if issubclass(kind, ConstantRotation) and config.head_dim % 2:
         raise ValueError(f"n_head={config.n_head}: heads of {config.head_dim} cannot be paired into planes; "
                          f"n_embd/n_head must be even for pos={config.pos}")
+    if issubclass(kind, LearnedBlocks) and (kind.n % 2 or config.head_dim % kind.n):
+        raise ValueError(f"n_head={config.n_head}: heads of {config.head_dim} do not split into blocks of {kind.n}; "
+                         f"LearnedBlocks.n must be even and divide n_embd/n_head for pos={config.pos}")
 
 
 def check_upgrade(old, new):

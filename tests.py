@@ -29,14 +29,16 @@ import eval_length
 import positional
 import prepare_data
 import train
-from attention import Attention, Cache, causal_attention
+from attention import (Attention, Cache, Reflections, Rotation, causal_attention, path_attention, prefix_product, rotate,
+                       solve_steps, unit)
 from model import GPT, CheckpointError, GPTConfig
-from positional import POSITIONS, Position, parse_position
+from positional import POSITIONS, LearnedBlocks, Position, make_position, parse_position
 from prepare_data import DataError, TokenShards
 
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # these tensors are small
-MECHANISMS = [*POSITIONS, "rope+alibi", "accrot_qkv+fox", "accrot_qk+logn", "randrot_qkv+alibi+fox+logn"]
+MECHANISMS = [*POSITIONS, "rope+alibi", "accrot_qkv+fox", "accrot_qk+logn", "randrot_qkv+alibi+fox+logn", "path+fox",
+              "path+alibi", "path+logn"]
 VARIANTS = [dict(pos=pos) for pos in MECHANISMS] + [
     dict(pos="accrot_qkv", angles="table"), dict(pos="accrot_qk", angles="hidden"),
     dict(pos="accrot_qkv", value_route="own"), dict(pos="randrot_qkv", value_route="own"),
@@ -95,12 +97,41 @@ def hash_in_python(*words):
     return key
 
 
+def normalized(w):
+    return w / (w.pow(2).sum(-1, keepdim=True) + 1e-12).sqrt()
+
+
 def reference_steps(position, x, embedding, idx, sequence):
     """Step matrices of the queries' and of the values' route: (B, T, H, D, D) float64 each, from the definitions."""
     kind, (B, T) = position.steps, idx.shape
+    H = position.n_head
+    D = x.size(-1) // H
     if isinstance(kind, positional.NoSteps):
         return None, None
-    H, D = kind.n_head, kind.head_dim
+    if isinstance(kind, positional.LearnedReflection):
+        w = normalized((x @ kind.direction.weight.T).view(B, T, H, D))
+        return (torch.eye(D) - 2 * w[..., :, None] * w[..., None, :],) * 2
+    if isinstance(kind, positional.LearnedPath):
+        u = x @ kind.down.weight.T @ kind.up.weight.T
+        w = sum(F.pad(u, (0, 0, 2 - tap, 0))[:, :T] * kind.filter[:, tap] for tap in range(3))  # tap 2: the token itself
+        w = normalized((w * torch.sigmoid(w)).view(B, T, H, D))
+        beta = 2 * torch.sigmoid(x @ kind.beta.weight.T + kind.beta.bias)
+        return (torch.eye(D) - beta[..., None, None] * w[..., :, None] * w[..., None, :],) * 2
+    if isinstance(kind, LearnedBlocks):
+        n, blocks = kind.n, D // kind.n
+        rates = (x @ kind.skew.weight.T / math.sqrt(x.size(-1)) + kind.skew.bias).view(B, T, H, blocks, -1)
+        below = [(i, j) for i in range(n) for j in range(i)]                                  # row by row
+        K = [[torch.zeros_like(rates[..., 0])] * n for _ in range(n)]
+        for pair, (i, j) in enumerate(below):
+            K[i][j], K[j][i] = rates[..., pair], -rates[..., pair]
+        K = torch.stack([torch.stack(row, -1) for row in K], -2)
+        step = torch.linalg.solve(torch.eye(n) - K, torch.eye(n) + K)                         # (B, T, H, blocks, n, n)
+        steps = torch.zeros(B, T, H, D, D, dtype=x.dtype)
+        at = torch.arange(blocks)                                                             # coordinate i of block b:
+        for i in range(n):                                                                    # i blocks + b
+            for j in range(n):
+                steps[:, :, :, at + i * blocks, at + j * blocks] = step[..., i, j]
+        return steps, steps
     w = torch.tensor([10000 ** (-2 * b / D) for b in range(D // 2)], dtype=torch.float64)
     n_route = 2 if kind.n_route == 2 else 1
     if type(kind) is positional.ConstantRotation:
@@ -123,7 +154,7 @@ def reference_steps(position, x, embedding, idx, sequence):
     return steps[:, :, 0], steps[:, :, -1]
 
 
-def reference_attention(layer, x, embedding, idx, sequence):
+def reference_attention(layer, x, embedding, idx, sequence, window=None):
     """Three loops: over queries, keys and the steps between them. Returns (B, T, C)."""
     B, T, C = x.shape
     H, D = layer.n_head, layer.head_dim
@@ -142,7 +173,7 @@ def reference_attention(layer, x, embedding, idx, sequence):
         scores, values = [], []
         route = value_route = torch.eye(D, dtype=torch.float64)
         bias = torch.zeros(B, H, dtype=torch.float64)
-        for j in range(i, -1, -1):
+        for j in range(i, -1 if window is None else max(-1, i - window), -1):
             content = (q[:, i] * (route @ k[:, j, :, :, None])[..., 0]).sum(-1) / math.sqrt(D)
             if "logn" in controls:
                 content = content * position.logn * math.log(i + 2)
@@ -164,8 +195,8 @@ LITERAL_SLOPES = {
 def layer_of(variant, n_head, dtype=torch.float64):
     torch.manual_seed(0)
     config = config_of(n_head=n_head, **variant)
-    layer = shake(Attention(config, layer=1)).to(dtype)
-    layer.pos_name = config.pos
+    layer = shake(Attention(config, make_position(config, layer=1))).to(dtype)
+    layer.pos_name, layer.position.n_head = config.pos, n_head
     return layer
 
 
@@ -231,7 +262,7 @@ def test_route_is_the_steps_after_the_key_up_to_the_query():
 
 def test_planes_pair_the_halves_of_a_head():
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    turned = positional.rotate(x, torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0]))  # plane 0 by 90 degrees, plane 1 by 0
+    turned = rotate(x, torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0]))  # plane 0 by 90 degrees, plane 1 by 0
     assert turned.tolist() == [-3.0, 2.0, 1.0, 4.0]
 
 
@@ -362,7 +393,7 @@ def test_frames_survive_low_precision_and_length(variant):
         torch.set_default_dtype(torch.float32)
     want, got = frames
     for name in ("qk", "v"):
-        if isinstance(getattr(want, name), positional.Rotation):
+        if isinstance(getattr(want, name), Rotation):
             a, b = getattr(want, name), getattr(got, name)
             assert b.cos.dtype == torch.float32
             assert wrapped_error(torch.atan2(a.sin, a.cos), torch.atan2(b.sin, b.cos)) < 1e-3
@@ -513,6 +544,159 @@ def test_window_equals_a_masked_softmax(pos):
         torch.testing.assert_close(causal_attention(q, k, v, frame.key_bias, window), want, rtol=1e-9, atol=1e-9)
 
 
+# ---------------------------------------------------------------- routes that do not commute
+
+ORTHOGONAL = ("reflect_qk", "reflect_qkv", "orth_qk", "orth_qkv")
+PATHS = ("path", "path+fox", "path+alibi", "path+logn")
+
+
+def gradients_of(layer, inputs):
+    """A layer's output and the gradients of a fixed random functional of it."""
+    x = inputs[0].detach().requires_grad_()
+    out = layer(x, *inputs[1:])
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(out.dtype)
+    return [out, *torch.autograd.grad((out * weight).sum(), (x, *layer.parameters()), materialize_grads=True)]
+
+
+@pytest.mark.parametrize("pos", ["reflect_qkv", "orth_qkv", "path+fox"])
+@pytest.mark.parametrize("T", [63, 64, 65, 127, 129])
+def test_chunks_meet_at_ragged_lengths(pos, T):
+    """One head, so that the three loops reach over two chunks of 64."""
+    config = GPTConfig(pos=pos, n_head=1, n_embd=8, n_layer=1, block_size=32, vocab_size=9, dropout=0.0)
+    layer = shake(Attention(config, make_position(config))).double()
+    layer.pos_name, layer.position.n_head = pos, 1
+    x = torch.randn(1, T, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(T))
+    inputs = (x, x, tokens(1, T, vocab=9), torch.tensor([0]))
+    with torch.no_grad():
+        torch.testing.assert_close(layer(*inputs), reference_attention(layer, *inputs), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("pos", ["reflect_qkv", "path+fox"])
+@pytest.mark.parametrize("T", [1, 5, 64, 129])
+def test_chunk_size_changes_nothing(pos, T, monkeypatch):
+    layer, results = layer_of(dict(pos=pos), 8), []
+    inputs = inputs_of(2, T)
+    for chunk in (1, 3, 16, 64, 500):
+        monkeypatch.setattr(Reflections, "chunk", chunk)
+        monkeypatch.setattr(attention, "path_attention", lambda *args, chunk=chunk: path_attention(*args, chunk=chunk))
+        results.append(gradients_of(layer, inputs))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("window", [1, 5, 40, 129])
+def test_path_window_equals_the_loop_cut_short(window, monkeypatch):
+    monkeypatch.setattr(attention, "path_attention", lambda *args: path_attention(*args, chunk=16))
+    layer, inputs = layer_of(dict(pos="path+fox"), 8), inputs_of(1, 70)
+    layer.window = window
+    with torch.no_grad():
+        torch.testing.assert_close(layer(*inputs), reference_attention(layer, *inputs, window=window), rtol=1e-8, atol=1e-9)
+
+
+def test_later_steps_multiply_on_the_left():
+    generator = torch.Generator().manual_seed(2)
+    w = unit(torch.randn(1, 1, 3, 4, generator=generator, dtype=torch.float64))
+    H = torch.eye(4, dtype=torch.float64) - 2 * w[0, 0, :, :, None] * w[0, 0, :, None, :]
+    x = torch.randn(1, 1, 3, 4, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(Reflections(w).leave(x)[0, 0, 2], H[2] @ H[1] @ H[0] @ x[0, 0, 2])
+    torch.testing.assert_close(Reflections(w).enter(x)[0, 0, 2], H[0] @ H[1] @ H[2] @ x[0, 0, 2])
+    M = torch.linalg.qr(torch.randn(1, 1, 3, 1, 4, 4, generator=generator, dtype=torch.float64))[0]
+    torch.testing.assert_close(prefix_product(M)[0, 0, 2, 0], M[0, 0, 2, 0] @ M[0, 0, 1, 0] @ M[0, 0, 0, 0])
+    assert (M[0, 0, 1, 0] @ M[0, 0, 0, 0] - M[0, 0, 0, 0] @ M[0, 0, 1, 0]).abs().max() > 0.1  # they do not commute
+
+
+def test_orthogonal_blocks_are_rope_at_birth():
+    idx = tokens(2, 65)
+    for pos, like, n in (("orth_qk", "rope", 4), ("orth_qkv", "rope_qkv", 4), ("orth_qkv", "rope_qkv", 2)):
+        LearnedBlocks.n = n
+        try:
+            torch.testing.assert_close(GPT(config_of(pos=pos))(idx)[0], GPT(config_of(pos=like))(idx)[0], rtol=0, atol=1e-5)
+        finally:
+            LearnedBlocks.n = 4
+
+
+def test_own_random_parameters_follow_seed_and_layer():
+    for pos in ("reflect_qk", "path"):
+        torch.manual_seed(7)
+        first = GPT(config_of(pos=pos)).state_dict()
+        torch.manual_seed(8)  # the global generator plays no part
+        second, other = GPT(config_of(pos=pos)).state_dict(), GPT(config_of(pos=pos, seed=4)).state_dict()
+        assert same(first, second)
+        for name in (n for n in first if n.endswith(("direction.weight", "up.weight", "filter", "beta.weight"))):
+            assert not torch.equal(first[name], other[name])
+            assert "blocks.1" in name or not torch.equal(first[name], first[name.replace("blocks.0", "blocks.1")])
+
+
+def test_identity_settings():
+    """w = 0, K = 0 and beta = 0 are nope."""
+    plain, idx = GPT(config_of(pos="nope")).double(), tokens(2, 65)
+    for pos in ("reflect_qk", "reflect_qkv", "orth_qk", "orth_qkv", "path"):
+        model = GPT(config_of(pos=pos)).double()
+        for name, p in model.named_parameters():
+            if ".position." in name:
+                p.data.zero_()
+            if pos == "path" and name.endswith("steps.up.weight"):
+                p.data.normal_()         # w is free ...
+            if name.endswith("steps.beta.bias"):
+                p.data.fill_(-1000.0)    # ... and beta exactly 0
+        torch.testing.assert_close(model(idx)[0], plain(idx)[0], rtol=0, atol=1e-12)
+
+
+def test_path_with_beta_2_keeps_norms_and_is_a_reflection():
+    generator = torch.Generator().manual_seed(0)
+    w = F.normalize(torch.randn(1, 2, 129, 8, generator=generator, dtype=torch.float64), dim=-1)
+    q, k, v = torch.randn(3, 1, 2, 129, 8, generator=generator, dtype=torch.float64)
+    two, less = (attention.Path(w, torch.full((1, 2, 129), beta, dtype=torch.float64)) for beta in (2.0, 1.5))
+    got, keys = path_attention(q, k, v, None, two)
+    assert (keys.norm(dim=-1) - k.norm(dim=-1)).abs().max() < 1e-12
+    assert (path_attention(q, k, v, None, less)[1].norm(dim=-1) - k.norm(dim=-1)).max() < 0
+    route = Reflections(w)
+    want = F.scaled_dot_product_attention(route.enter(q), route.enter(k), v, is_causal=True)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("pos", [*ORTHOGONAL, *PATHS])
+def test_zero_vectors_give_finite_values_and_gradients(pos):
+    for zero in ("input", "weight"):
+        layer, inputs = layer_of(dict(pos=pos), 12, torch.float32), inputs_of(2, 33, torch.float32)
+        if zero == "input":
+            inputs[0].data[:, 7] = 0
+        else:
+            for p in layer.position.steps.parameters():
+                p.data.zero_()
+        assert all(t.isfinite().all() for t in gradients_of(layer, inputs))
+
+
+@pytest.mark.parametrize("pos", ["reflect_qkv", "orth_qkv"])
+def test_65536_steps_stay_orthogonal(pos):
+    """In one go and continued from a state."""
+    T, cut = 65_536, 65_536 - 100
+    position = shake(make_position(config_of(pos=pos, n_head=1, n_embd=32)), 1.0)
+    x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(0))
+    idx, sequence = torch.zeros(1, T, dtype=torch.int64), torch.tensor([0])
+    with torch.no_grad():
+        frame = position(x, x, idx, sequence)
+        end = frame.state[1]
+        assert (end.mT @ end - torch.eye(end.size(-1))).abs().max() < 1e-5
+        vectors = torch.randn(1, 1, T, 32, generator=torch.Generator().manual_seed(1))
+        for moved in (frame.qk.enter(vectors), frame.qk.leave(vectors)):
+            assert (moved.norm(dim=-1) / vectors.norm(dim=-1) - 1).abs().max() < 1e-5
+        assert (frame.qk.leave(frame.qk.enter(vectors)) - vectors).abs().max() < 1e-4
+        state = position(x[:, :cut], x[:, :cut], idx[:, :cut], sequence).state
+        rest = position(x[:, cut:], x[:, cut:], idx[:, cut:], sequence, state)
+        assert (rest.state[1] - end).abs().max() < 1e-3
+        exact = position.double()(x.double(), x.double(), idx, sequence).state[1]
+        assert (end - exact).abs().max() < 2e-3
+
+
+def test_solving_a_chunk_is_stable():
+    """Equal w at every token, beta near 2: powers of the triangle grow like binomials, the inverse does not."""
+    w, beta = F.normalize(torch.ones(1, 128, 16), dim=-1), torch.full((1, 128), 1.999)
+    M = torch.eye(128, dtype=torch.float64) + (beta[..., None] * (w @ w.mT)).double().tril(-1)
+    want = torch.linalg.solve(M, torch.diag_embed(beta.double()))
+    assert (solve_steps(w, beta).double() - want).abs().max() < 1e-3
+
+
 # ---------------------------------------------------------------- the model
 
 @each_variant
@@ -552,7 +736,9 @@ def test_paper_size():
     (dict(dropout=float("nan")), "dropout"), (dict(dropout=1.0), "dropout"), (dict(angles="hiden"), "angles"),
     (dict(angles="table", pos="rope"), "angles"), (dict(value_route="own", pos="rope_qkv"), "value_route"),
     (dict(value_route="own", pos="accrot_qk"), "value_route"), (dict(vocab_size=True), "vocab_size"),
-    (dict(seed=-1), "seed")])
+    (dict(seed=-1), "seed"), (dict(pos="path_qkv"), "pos=path"), (dict(pos="reflect_qkv", value_route="own"), "value_route"),
+    (dict(pos="orth_qkv", angles="table"), "angles"), (dict(pos="orth_qk", n_head=16), "n_head"),
+    (dict(pos="orth_qk", n_head=32), "n_head")])
 def test_impossible_models_are_refused_by_name(change, word):
     with pytest.raises(ValueError, match=word):
         config_of(**change)
