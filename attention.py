@@ -163,13 +163,17 @@ class Blocks:
         return torch.einsum("...bik,...kb->...ib", self.prefix, x).flatten(-2)
 
 
-def prefix_product(m):
+def prefix_product(m, level=1):
     """Inclusive products m_t ... m_1 along dim 2 of m (B, H, T, D/n, n, n). Multiply neighbours, take the prefixes of
-    those T/2 (every second one wanted), step to the others: 2 T products, and rounding grows with log T."""
+    those T/2 (every second one wanted), step to the others: 2 T products, and rounding grows with log T.
+
+    Equal steps round alike, and squaring doubles what they lost: every fourth level of products is made orthogonal
+    again, which 65,536 steps need to stay orthogonal to 1e-5 (8e-5 without) and which costs little, T/16 of them."""
     T = m.size(2)
     if T == 1:
         return m
-    second = prefix_product(m[:, :, 1::2] @ m[:, :, :T // 2 * 2:2])
+    pairs = m[:, :, 1::2] @ m[:, :, :T // 2 * 2:2]
+    second = prefix_product(orthogonal(pairs) if level % 4 == 0 else pairs, level + 1)
     first = torch.cat((m[:, :, :1], m[:, :, 2::2] @ second[:, :, :(T - 1) // 2]), dim=2)
     both = torch.stack((first[:, :, :T // 2], second), dim=3).flatten(2, 3)
     return torch.cat((both, first[:, :, T // 2:]), dim=2)

