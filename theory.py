@@ -14,7 +14,6 @@ import json
 import math
 import os
 import sys
-from statistics import NormalDist
 
 import numpy as np
 import torch
@@ -73,7 +72,7 @@ def simulate_products(head_dim, w, steps, routes, rng):
             u = rng.standard_normal(x.shape)
             x = x - 2 * u * ((u * x).sum(1) / (u * u).sum(1))[:, None]
         else:
-            basis = np.linalg.qr(rng.standard_normal((*x.shape, head_dim)))[0]                # Haar up to signs, which cancel
+            basis = np.linalg.qr(rng.standard_normal((*x.shape, head_dim)))[0]      # Haar up to signs
             z = np.einsum("rji,rj->ri", basis, x)
             z = (z[:, ::2] + 1j * z[:, 1::2]) * np.exp(1j * rng.uniform(-w, w, (routes, head_dim // 2)))
             x = np.einsum("rij,rj->ri", basis, np.stack((z.real, z.imag), -1).reshape(x.shape))
@@ -100,13 +99,11 @@ def phase_bound(t, weights):
     return np.exp(-np.square(t) / np.square(weights).sum())
 
 
-def haar_scores(head_dim, draws, rng):
-    first = rng.standard_normal(draws)
-    return first / np.sqrt(first ** 2 + rng.chisquare(head_dim - 1, draws))
-
-
-def phase_scores(weights, draws, rng):
-    return sum(r * np.cos(rng.uniform(-np.pi, np.pi, draws)) for r in weights)
+def simulate_scores(head_dim, draws, rng):
+    """Far scores <q, P k> of unit q and k, (draws,) of each kind: P by Haar measure, or planes (of equal weight) mixed."""
+    first, r = rng.standard_normal(draws), 2 / head_dim
+    return {"Haar": first / np.sqrt(first ** 2 + rng.chisquare(head_dim - 1, draws)),
+            "mixed planes": sum(r * np.cos(rng.uniform(-np.pi, np.pi, draws)) for _ in range(head_dim // 2))}
 
 
 # ---------------------------------------------------------------- 3. far mass
@@ -146,13 +143,9 @@ def background_power(far, factor):
     M (1+c)/(1-c) - 2c (1 - c^M)/(1-c)^2. It is M^2 for c = 1 and tends to M (1+c)/(1-c) once M (1-c) is large."""
     M, gap = np.broadcast_arrays(np.asarray(far, float), 1 - np.asarray(factor, float))
     small = M * gap < 1e-5                         # there the two terms cancel; the sum is M^2 - gap (M^3 - M) / 3
-    g = np.where(small, 1, gap)
-    return np.where(small, M ** 2 - gap * (M ** 3 - M) / 3, M * (2 - g) / g - 2 * (1 - g) * (1 - (1 - g) ** M) / g ** 2)
-
-
-def constant_power(far, w):
-    """The same for RoPE's constant step of w radians, (sin(M w/2) / sin(w/2))^2: bounded, however large M."""
-    return np.square(np.sin(far * w / 2) / np.sin(w / 2))
+    g = np.where(small, 0.5, gap)
+    exact = M * (2 - g) / g + 2 * (1 - g) * np.expm1(M * np.log1p(-g)) / g ** 2
+    return np.where(small, M ** 2 - gap * (M ** 3 - M) / 3, exact)
 
 
 def tilt(r):
@@ -163,13 +156,14 @@ def tilt(r):
 
 
 def relative_norms(head_dim):
-    """R(M) of each kind of step: length of the sum of M far values after the route over its length without, for a
-    background common to all, even over the planes, and uniform weights. M is (n,)."""
+    """R(M) of each kind of step, M (n,): length of the sum of M far values after the route over its length without, for
+    a background common to all, even over the planes, and uniform weights. RoPE's equal steps of w add up to
+    |sin(M w/2) / sin(w/2)| in a plane, bounded however large M is."""
     w = frequencies(head_dim)
     return {"unrouted": lambda M: np.ones(len(M)),
             "randrot": lambda M: np.sqrt(background_power(M[:, None], plane_factor(w)).mean(1)) / M,
             "every plane w = 1": lambda M: np.sqrt(background_power(M, plane_factor(1.0))) / M,
-            "rope_qkv": lambda M: np.sqrt(constant_power(M[:, None], w).mean(1)) / M}
+            "rope_qkv": lambda M: np.sqrt(np.square(np.sin(M[:, None] * w / 2) / np.sin(w / 2)).mean(1)) / M}
 
 
 def crossing(near, lam, norm):
@@ -186,108 +180,92 @@ def show(title, rows):
     print(f"\n{title}\n{layout([[cell if isinstance(cell, str) else f'{cell:,}' for cell in row] for row in rows])}")
 
 
-def compare(seen, draws, closed):
-    """Mean of draws (routes, ...) and its standard error; how many errors off the closed form it is goes to `seen`."""
-    mean, error = draws.mean(0), draws.std(0, ddof=1) / math.sqrt(len(draws))
-    seen.append(np.ravel(np.abs(mean - closed) / np.maximum(error, 1e-10 * np.abs(closed))))  # 1e-10: rounding
-    return mean, error
+def estimate(draws):
+    return f"{draws.mean():.4f} ±{draws.std(ddof=1) / math.sqrt(len(draws)):.4f}"
 
 
-def show_mixing(seen):
-    """Each of these prints the tables of a part and returns the curves of its panel, {name: (x, y)}."""
+def show_mixing():
+    """Each of these prints the tables of a part; it returns how to label its panel, and the curves {name: (x, y)}."""
     w, few, rng = frequencies(HEAD_DIM), 4 ** np.arange(7), np.random.default_rng(1)
-    planes = np.stack([np.cos(phase[:, few - 1]) for phase in simulate_phases(w, few[-1], 1000, rng)], 1)
-    mean, error = compare(seen, planes, plane_factor(w)[:, None] ** few)            # (planes, distances)
-    cases = [(f"plane {b} of {HEAD_DIM // 2}, w = {w[b]:.2g}", plane_factor(w[b]), mean[b, 3], error[b, 3])
-             for b in (0, 4, 8, 16, 31)]
-    for name, c, half_width in (("dense SO(16), up to 0.5 rad", plane_factor(0.5), 0.5),
-                                ("reflections in R^16", reflection_factor(16), None)):
-        mean, error = compare(seen, simulate_products(16, half_width, 64, 1000, rng), c ** np.arange(1, 65))
-        cases.append((name, c, mean[-1], error[-1]))
+    planes = np.stack([np.cos(phase[:, few - 1]) for phase in simulate_phases(w, few[-1], 1000, rng)])
+    cases = [(f"plane {b} of {HEAD_DIM // 2}, w = {w[b]:.2g}", plane_factor(w[b]), planes[b, :, 3]) for b in (0, 4, 8, 16, 31)]
+    cases += [("dense SO(16), up to 0.5 rad", plane_factor(0.5), simulate_products(16, 0.5, 64, 1000, rng)[:, -1]),
+              ("reflections in R^16", reflection_factor(16), simulate_products(16, None, 64, 1000, rng)[:, -1])]
     show(f"1. Mixing window: steps n until E[P] falls to {EPS}, in a text of any length; and E[P] over 64 steps",
          [["step", "factor", "n", "closed form", "simulated"]] + [
-             [name, f"{c:.9f}", f"{mixing_window(c):,.0f}", f"{c ** 64:.4f}", f"{m:.4f} ±{e:.4f}"]
-             for name, c, m, e in cases])
+             [name, f"{c:.9f}", f"{mixing_window(c):,.0f}", f"{c ** 64:.4f}", estimate(x)] for name, c, x in cases])
     show("Planes of randrot that have mixed. Most have not: at any length in use they keep a far key almost as it was",
          [["head_dim", "planes", "within 512", "65,536", "1,048,576"]] + [
-             [d, d // 2, *((mixing_window(plane_factor(frequencies(d))) <= n).sum() for n in (512, 2 ** 16, 2 ** 20))] for d in (64, 96, 128)])
+             [d, d // 2, *((mixing_window(plane_factor(frequencies(d))) <= n).sum() for n in (512, 2 ** 16, 2 ** 20))]
+             for d in (64, 96, 128)])
     kinds = {"RoPE": np.exp(1j * w), "randrot": plane_factor(w), "every plane w = 1": plane_factor([1.0]),
              "reflections": [reflection_factor(HEAD_DIM)]}
     show("Expected score <q, P q> of a unit q, even over the planes, against distance", [["distance", *kinds]] + [
         [n, *(f"{expected_score(n, f):.3f}" for f in kinds.values())] for n in 16 ** np.arange(6)])
     distances = np.unique(np.geomspace(1, 1e6, 200).round())
-    return {name: (distances, expected_score(distances, f)) for name, f in kinds.items()} | {
+    return dict(title="1. Slow planes do not mix", xlabel="distance (tokens)", ylabel="expected score of equal unit q, k"), {
+        **{name: (distances, expected_score(distances, f)) for name, f in kinds.items()},
         "randrot, simulated": (few, planes.mean((0, 1)))}
 
 
-def show_score_gap(seen):
+def show_score_gap():
     draws, rng, rows, curves, t = 100_000, np.random.default_rng(2), [], {}, np.linspace(0, 4, 41)
     for d in (16, 32, 64, 128, 256):
-        weights = np.full(d // 2, 2 / d)
-        drawn = {"Haar": haar_scores(d, draws, rng), "mixed planes": phase_scores(weights, draws, rng)}
+        drawn, weights = simulate_scores(d, draws, rng), np.full(d // 2, 2 / d)
         for s in np.arange(1, 4) / math.sqrt(d):
-            most = (draws * bound for bound in (cap_bound(s, d), phase_bound(s, weights), hoeffding_bound(s, weights)))
-            rows.append([d, f"{s * math.sqrt(d):.0f}", *((x >= s).sum() for x in drawn.values()), *(f"{n:,.0f}" for n in most)])
-        if d in (16, 256):
-            curves |= {f"{name}, d = {d}, simulated": (t, [(x >= s).mean() for s in t / math.sqrt(d)])
-                       for name, x in drawn.items()}
-    show(f"2. Score gap: how many of {draws:,} far scores of unit q and k reach t / sqrt(d), and how many each bound allows",
+            bounds = cap_bound(s, d), phase_bound(s, weights), hoeffding_bound(s, weights)
+            rows.append([d, f"{s * math.sqrt(d):.0f}", *((x >= s).sum() for x in drawn.values()),
+                         *(f"{draws * bound:,.0f}" for bound in bounds)])
+        for name, x in drawn.items() if d in (16, 256) else ():
+            curves[f"{name}, d = {d}, simulated"] = t, [(x >= s).mean() for s in t / math.sqrt(d)]
+    show(f"2. Score gap: of {draws:,} far scores of unit q and k, how many reach t / sqrt(d); the most each bound allows",
          [["d", "t", *drawn, "cap bound", "sharp bound", "Hoeffding"], *rows])
-    return curves | {"cap and sharp bound": (t, np.exp(-t ** 2 / 2)), "Hoeffding bound": (t, np.exp(-t ** 2 / 4))}
+    return dict(title="2. A mixed score is small", xlabel="t sqrt(d)", ylabel="probability of a far score >= t",
+                xscale="linear", yscale="log", ylim=(1e-5, 1.5)), {
+        **curves, "cap and sharp bound": (t, np.exp(-t ** 2 / 2)), "Hoeffding bound": (t, np.exp(-t ** 2 / 4))}
 
 
-def show_far_mass(seen):
-    rng, grid = np.random.default_rng(3), np.geomspace(1, 1e6, 200)
+def show_far_mass():
     curves = {"bound": lambda M: far_mass_bound(NEAR, M, LAMBDA),
               f"bias {SLOPE:.1g}": lambda M: biased_far_mass(NEAR, M, 2 * LAMBDA, SLOPE),
               f"window {WINDOW}": lambda M: far_mass_bound(NEAR, np.minimum(M, WINDOW - NEAR), LAMBDA),
               "log n": lambda M: far_mass_bound(NEAR, M, logn_lambda(LAMBDA, NEAR, M)),
               "log n from ±2": lambda M: far_mass_bound(NEAR, M, logn_lambda(2, NEAR, M))}
-    counts, drawn, rows = [2 ** k for k in range(9, 20)] + [10 ** 6], [], []
-    for M in counts:
-        drawn.append(far_mass(*(rng.uniform(-LAMBDA, LAMBDA, n) for n in (NEAR, M))))
-        worst = far_mass(np.full(NEAR, LAMBDA), np.full(M, -LAMBDA))
-        rows.append([M, f"{drawn[-1]:.4f}", f"{worst:.5f}", *(f"{curve(M):.5f}" for curve in curves.values())])
-    show(f"3. Far mass beside {NEAR} near keys, logits within ±{LAMBDA:g}: drawn uniformly; then with near keys at the top",
-         [["M", "uniform", "worst case", *curves], *rows])
+    rng, grid, counts = np.random.default_rng(3), np.geomspace(1, 1e6, 200), [2 ** k for k in range(9, 20)] + [10 ** 6]
+    drawn = [far_mass(*(rng.uniform(-LAMBDA, LAMBDA, n) for n in (NEAR, M))) for M in counts]
+    worst = [far_mass(np.full(NEAR, LAMBDA), np.full(M, -LAMBDA)) for M in counts]
+    show(f"3. Far mass beside {NEAR} near keys, logits within ±{LAMBDA:g}: drawn uniformly; then near keys on top",
+         [["M", "uniform", "worst case", *curves]] + [
+             [M, f"{a:.4f}", f"{b:.5f}", *(f"{f(M):.5f}" for f in curves.values())]
+             for M, a, b in zip(counts, drawn, worst)])
     print(f"The bias holds far mass to {biased_far_mass(NEAR, math.inf, 0, SLOPE):.3f} if contents are alike, and to "
           f"{biased_far_mass(NEAR, math.inf, -2 * LAMBDA, SLOPE):.4f} if far ones lead by {2 * LAMBDA:g} nats.")
-    return {name: (grid, curve(grid)) for name, curve in curves.items()} | {"uniform, simulated": (counts, drawn)}
+    return dict(title="3. Far mass tends to 1 unless something holds it", xlabel="far tokens M", ylabel="far mass",
+                yscale="log", ylim=(1e-5, 1.5)), {
+        **{name: (grid, f(grid)) for name, f in curves.items()}, "uniform, simulated": (counts, drawn)}
 
 
-def show_values(seen):
-    few, many, grid = 4 ** np.arange(6), 4.0 ** np.arange(11), np.geomspace(1, 1e7, 200)
+def show_values():
     w, norms = frequencies(HEAD_DIM), relative_norms(HEAD_DIM)
+    few, many, grid = 4 ** np.arange(6), 4.0 ** np.arange(11), np.geomspace(1, 1e7, 200)
     phases = simulate_phases(w, few[-1], 1000, np.random.default_rng(4))
-    draws = np.stack([np.abs(np.exp(1j * phase).cumsum(1)[:, few - 1]) ** 2 for phase in phases], 1)
-    power, _ = compare(seen, draws, background_power(few, plane_factor(w)[:, None]))
+    power = np.mean([np.abs(np.exp(1j * phase).cumsum(1)[:, few - 1]) ** 2 for phase in phases], (0, 1))
     columns = [[f"{R:.4f}" for R in norm(many)] for norm in norms.values()]
-    columns.append([f"{R:.4f}" for R in np.sqrt(power.mean(0)) / few] + [""] * (len(many) - len(few)))
+    columns.append([f"{R:.4f}" for R in np.sqrt(power) / few] + [""] * (len(many) - len(few)))
     show("4. Values: length of the far tokens' common part after the route, over its length without (R)",
          [["M", *norms, "randrot, simulated"], *([f"{M:,.0f}", *row] for M, *row in zip(many, *columns)),
           ["outweighs the signal at", *(f"{crossing(NEAR, LAMBDA, norm):,.3g}" for norm in norms.values()), ""]])
     print("Weights that follow scores r cos(theta) on the same route leave an R of I_1(r)/I_0(r) at any M: "
           + ", ".join(f"{tilt(r):.2f} at r = {r:g}" for r in (0.25, 0.5, 1, 2)))
-    return {name: (grid, far_mass_bound(NEAR, grid, LAMBDA) * norm(grid)) for name, norm in norms.items()} | {
-        "near signal, bound": (grid, 1 - far_mass_bound(NEAR, grid, LAMBDA))}
-
-
-PANELS = (  # what prints it, title, x, y, lowest y on a logarithmic axis
-    (show_mixing, "1. Slow planes do not mix", "distance (tokens)", "expected score of equal unit q and k", None),
-    (show_score_gap, "2. A mixed score is small", "t sqrt(d)", "probability of a far score >= t", 1e-5),
-    (show_far_mass, "3. Far mass tends to 1 unless something holds it", "far tokens M", "far mass", 1e-5),
-    (show_values, "4. What the far values add up to", "far tokens M", "length of the contribution", 1e-5))
+    rho = far_mass_bound(NEAR, grid, LAMBDA)
+    return dict(title="4. What the far values add up to", xlabel="far tokens M", ylabel="length of the contribution",
+                yscale="log", ylim=(1e-5, 1.5)), {
+        **{name: (grid, rho * norm(grid)) for name, norm in norms.items()}, "near signal, bound": (grid, 1 - rho)}
 
 
 def argument(path):
     """Print parts 1 to 4, and draw them to `path` if matplotlib is there."""
-    seen = []
-    curves = [panel[0](seen) for panel in PANELS]
-    z = np.concatenate(seen)
-    # One comparison in 370 is beyond 3 errors by chance, so many of them are held to a wider limit with that same risk.
-    limit = NormalDist().inv_cdf(1 - 0.00135 / z.size)
-    print(f"\nSimulations against closed forms: {z.size} comparisons, {(z > 3).sum()} beyond 3 standard errors "
-          f"({0.0027 * z.size:.1f} expected), the largest {z.max():.1f} (limit for so many: {limit:.1f})")
+    panels = [part() for part in (show_mixing, show_score_gap, show_far_mass, show_values)]
     try:
         import matplotlib
     except ImportError:
@@ -295,12 +273,10 @@ def argument(path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(2, 2, figsize=(13, 9), layout="constrained")
-    for axis, (_, title, x, y, lowest), panel in zip(axes.flat, PANELS, curves):
-        for name, (xs, ys) in panel.items():
-            axis.plot(xs, ys, "." if "simulated" in name else "--" if "bound" in name else "-", label=name)
-        axis.set(title=title, xlabel=x, ylabel=y, xscale="linear" if "sqrt" in x else "log")
-        if lowest:
-            axis.set(yscale="log", ylim=(lowest, 1.5))
+    for axis, (labels, curves) in zip(axes.flat, panels):
+        for name, (x, y) in curves.items():
+            axis.plot(x, y, "." if "simulated" in name else "--" if "bound" in name else "-", label=name)
+        axis.set(**{"xscale": "log"} | labels)
         axis.grid(alpha=0.2)
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=110)
@@ -366,7 +342,7 @@ def coherence(route, probe, distances):
 @torch.inference_mode()
 def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
     """head_statistics of every layer, {name: (n_layer, H, queries)}, for one text ids (T,), and the coherence of the
-    queries' route (n_layer, H, distances, planes), or None without distances.
+    queries' route (n_layer, H, distances, planes), or [] without distances.
 
     The queries are spread over the last half of a training length: the same tokens for any T that ends there."""
     T, block_size = len(ids), model.config.block_size
@@ -382,7 +358,7 @@ def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
             shape = normed.unflatten(2, (attention.n_head, -1)).transpose(1, 2)     # (1, H, T, D)
             routes.append(coherence(frame.qk, shape, distances))
         x = block(x, embedding, idx, sequence)
-    return {name: torch.stack([layer[name] for layer in found]) for name in MEASURED}, torch.stack(routes) if routes else None
+    return {name: torch.stack([layer[name] for layer in found]) for name in MEASURED}, routes and torch.stack(routes)
 
 
 def measure(path, args):
@@ -417,23 +393,24 @@ def measure(path, args):
 def report(results):
     names = column_names(results)
     for name, r in zip(names, results):
-        last, route, steps = r["lengths"][-1], np.array(r["coherence"]), r["distances"]      # (n_layer, H, distances, planes)
-        stops = [sum(n <= r["block_size"] for n in steps), len(steps)]
-        lines = [["mean over heads", *MEASURED, *(f"mixed by {steps[k - 1]}" for k in stops)]]
-        lines += [[f"at {row['length']}", *(f"{np.mean(row[key]):.3g}" for key in MEASURED), "", ""] for row in r["lengths"]]
-        for head in np.ndindex(route.shape[:2]):
-            mixed = ((route[head][:k].min(0) <= EPS).sum() for k in stops)
-            lines.append([f"layer {head[0]} head {head[1]} at {last['length']}",
-                          *(f"{np.array(last[key])[head]:.3g}" for key in MEASURED), *mixed])
-        show(f"{name} ({r['checkpoint']}), {route.shape[-1]} planes a head", lines)
+        route, last = np.array(r["coherence"]), r["lengths"][-1]                    # (n_layer, H, distances, planes)
+        inside = [n <= r["block_size"] for n in r["distances"]]
+        rows = [["mean of heads", *MEASURED, "planes mixed"]]
+        rows += [[f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]]
+        rows += [[f"layer {layer} head {head}", *(f"{last[key][layer][head]:.3g}" for key in MEASURED),
+                  (route[layer, head, inside].min(0) <= EPS).sum()] for layer, head in np.ndindex(route.shape[:2])]
+        show(f"{name} ({r['checkpoint']}): mean of heads at each length; then each head at the last, and how many of its "
+             f"{route.shape[-1]} planes mix within {r['block_size']} tokens", rows)
         planes = np.unique(np.linspace(0, route.shape[-1] - 1, 9).astype(int))
-        show(f"{name}: coherence of the route against distance, mean over heads", [["distance", *(f"plane {b}" for b in planes)]] + [
-            [n, *(f"{x:.2f}" for x in route.mean((0, 1))[k, planes])] for k, n in enumerate(steps)])
-    lines = [["length", *names]]
-    for length in sorted({row["length"] for r in results for row in r["lengths"]}):
-        rows = [[row for row in r["lengths"] if row["length"] == length] for r in results]
-        lines.append([length, *(" / ".join(f"{np.mean(row[key]):.3f}" for row in found for key in MEASURED[:3]) for found in rows)])
-    show("Far mass: softmax mass at least a training length back / its bound / its bound by the mean far logit", lines)
+        show(f"{name}: coherence of the route against distance, mean of heads",
+             [["distance", *(f"plane {b}" for b in planes)]] + [
+                 [n, *(f"{x:.2f}" for x in at[planes])] for n, at in zip(r["distances"], route.mean((0, 1)))])
+    rows = [["length", *names]]
+    for length in sorted({x["length"] for r in results for x in r["lengths"]}):
+        found = [[np.mean(x[key]) for x in r["lengths"] if x["length"] == length for key in MEASURED[:3]]
+                 for r in results]
+        rows.append([length, *(" / ".join(f"{value:.3f}" for value in cell) for cell in found)])
+    show("Far mass: softmax mass at least a training length back / its bound / its bound by the mean far logit", rows)
 
 
 def main(argv=None):
