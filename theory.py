@@ -35,7 +35,6 @@ def frequencies(head_dim):
 
 def plane_factor(w):
     """c = E[e^(i step)] = sin(w)/w, step ~ Uniform(-w, w) radians. Steps are independent: E[P over n steps] = c^n.
-
     It is also the factor of a dense SO(d) step that turns d/2 planes of a Haar-random basis by such angles: its law
     does not change under conjugation, so E[M] = I E[trace M] / d."""
     return np.sinc(np.asarray(w) / np.pi)
@@ -47,9 +46,9 @@ def reflection_factor(head_dim):
 
 
 def mixing_window(factor, eps=EPS):
-    """Steps n until E[P] = factor^n falls to eps: ln(1/eps) / -ln(factor). The length of the text does not enter."""
+    """Steps n until E[P] = factor^n falls to eps: ln(1/eps) / |ln(factor)|. The length of the text does not enter."""
     with np.errstate(divide="ignore"):
-        return math.log(1 / eps) / -np.log(np.asarray(factor, float))
+        return math.log(1 / eps) / np.abs(np.log(factor))
 
 
 def expected_score(distance, factors):
@@ -100,7 +99,7 @@ def phase_bound(t, weights):
 
 
 def simulate_scores(head_dim, draws, rng):
-    """Far scores <q, P k> of unit q and k, (draws,) of each kind: P by Haar measure, or planes (of equal weight) mixed."""
+    """Far scores <q, P k> of unit q and k, (draws,) each: P drawn by Haar measure, or planes of equal weight mixed."""
     first, r = rng.standard_normal(draws), 2 / head_dim
     return {"Haar": first / np.sqrt(first ** 2 + rng.chisquare(head_dim - 1, draws)),
             "mixed planes": sum(r * np.cos(rng.uniform(-np.pi, np.pi, draws)) for _ in range(head_dim // 2))}
@@ -117,9 +116,8 @@ def far_mass(near, far):
 
 def far_mass_bound(near, far, lam):
     """rho >= M / (M + K e^(2 lambda)): K near and M far keys whose logits, bias included, span at most 2 lambda nats.
-
     Equality when every near key is at +lambda and every far one at -lambda: the most that attention can do."""
-    return 1 / (1 + near / far * np.exp(2 * np.asarray(lam, float)))
+    return far / (far + near * np.exp(2 * np.asarray(lam, float)))
 
 
 def biased_far_mass(near, far, lead, slope):
@@ -167,11 +165,10 @@ def relative_norms(head_dim):
 
 
 def crossing(near, lam, norm):
-    """M at which the background, rho R(M), outweighs the near signal, 1 - rho, with rho at its bound and a signal as
-    long as the background: where M R(M) reaches K e^(2 lambda). Good to 0.2%; inf if not below 1e15."""
+    """M at which a background rho R(M) outweighs a signal 1 - rho, with rho at its bound: where M R(M) reaches
+    K e^(2 lambda). Good to 0.2%; inf if not below 1e15."""
     M = np.geomspace(1, 1e15, 20_001)
-    over = M * norm(M) >= near * math.exp(2 * lam)
-    return M[over.argmax()] if over.any() else math.inf
+    return min(M[M * norm(M) >= near * math.exp(2 * lam)], default=math.inf)
 
 
 # ---------------------------------------------------------------- parts 1 to 4 in tables and four panels
@@ -180,21 +177,18 @@ def show(title, rows):
     print(f"\n{title}\n{layout([[cell if isinstance(cell, str) else f'{cell:,}' for cell in row] for row in rows])}")
 
 
-def estimate(draws):
-    return f"{draws.mean():.4f} ±{draws.std(ddof=1) / math.sqrt(len(draws)):.4f}"
-
-
 def show_mixing():
     """Each of these prints the tables of a part; it returns how to label its panel, and the curves {name: (x, y)}."""
     w, few, rng = frequencies(HEAD_DIM), 4 ** np.arange(7), np.random.default_rng(1)
-    planes = np.stack([np.cos(phase[:, few - 1]) for phase in simulate_phases(w, few[-1], 1000, rng)])
-    cases = [(f"plane {b} of {HEAD_DIM // 2}, w = {w[b]:.2g}", plane_factor(w[b]), planes[b, :, 3]) for b in (0, 4, 8, 16, 31)]
+    planes = np.stack([np.cos(phase[:, few - 1]) for phase in simulate_phases(w, few[-1], 500, rng)])
+    cases = [(f"plane {b}, w = {w[b]:.2g}", plane_factor(w[b]), planes[b, :, 3]) for b in (0, 4, 8, 16, 31)]
     cases += [("dense SO(16), up to 0.5 rad", plane_factor(0.5), simulate_products(16, 0.5, 64, 1000, rng)[:, -1]),
               ("reflections in R^16", reflection_factor(16), simulate_products(16, None, 64, 1000, rng)[:, -1])]
     show(f"1. Mixing window: steps n until E[P] falls to {EPS}, in a text of any length; and E[P] over 64 steps",
          [["step", "factor", "n", "closed form", "simulated"]] + [
-             [name, f"{c:.9f}", f"{mixing_window(c):,.0f}", f"{c ** 64:.4f}", estimate(x)] for name, c, x in cases])
-    show("Planes of randrot that have mixed. Most have not: at any length in use they keep a far key almost as it was",
+             [name, f"{c:.9f}", f"{mixing_window(c):,.0f}", f"{c ** 64:.4f}",
+              f"{x.mean():.4f} ±{x.std(ddof=1) / math.sqrt(len(x)):.4f}"] for name, c, x in cases])
+    show("Planes of randrot that have mixed. The others keep a far key much as it was",
          [["head_dim", "planes", "within 512", "65,536", "1,048,576"]] + [
              [d, d // 2, *((mixing_window(plane_factor(frequencies(d))) <= n).sum() for n in (512, 2 ** 16, 2 ** 20))]
              for d in (64, 96, 128)])
@@ -203,7 +197,8 @@ def show_mixing():
     show("Expected score <q, P q> of a unit q, even over the planes, against distance", [["distance", *kinds]] + [
         [n, *(f"{expected_score(n, f):.3f}" for f in kinds.values())] for n in 16 ** np.arange(6)])
     distances = np.unique(np.geomspace(1, 1e6, 200).round())
-    return dict(title="1. Slow planes do not mix", xlabel="distance (tokens)", ylabel="expected score of equal unit q, k"), {
+    return dict(title="1. Slow planes do not mix", xlabel="distance (tokens)", ylabel="expected score of q and q",
+                yscale="linear", ylim=(-0.3, 1.05)), {
         **{name: (distances, expected_score(distances, f)) for name, f in kinds.items()},
         "randrot, simulated": (few, planes.mean((0, 1)))}
 
@@ -218,10 +213,10 @@ def show_score_gap():
                          *(f"{draws * bound:,.0f}" for bound in bounds)])
         for name, x in drawn.items() if d in (16, 256) else ():
             curves[f"{name}, d = {d}, simulated"] = t, [(x >= s).mean() for s in t / math.sqrt(d)]
-    show(f"2. Score gap: of {draws:,} far scores of unit q and k, how many reach t / sqrt(d); the most each bound allows",
+    show(f"2. Score gap: of {draws:,} far scores of unit q and k, how many reach t / sqrt(d); and what bounds allow",
          [["d", "t", *drawn, "cap bound", "sharp bound", "Hoeffding"], *rows])
     return dict(title="2. A mixed score is small", xlabel="t sqrt(d)", ylabel="probability of a far score >= t",
-                xscale="linear", yscale="log", ylim=(1e-5, 1.5)), {
+                xscale="linear"), {
         **curves, "cap and sharp bound": (t, np.exp(-t ** 2 / 2)), "Hoeffding bound": (t, np.exp(-t ** 2 / 4))}
 
 
@@ -240,8 +235,7 @@ def show_far_mass():
              for M, a, b in zip(counts, drawn, worst)])
     print(f"The bias holds far mass to {biased_far_mass(NEAR, math.inf, 0, SLOPE):.3f} if contents are alike, and to "
           f"{biased_far_mass(NEAR, math.inf, -2 * LAMBDA, SLOPE):.4f} if far ones lead by {2 * LAMBDA:g} nats.")
-    return dict(title="3. Far mass tends to 1 unless something holds it", xlabel="far tokens M", ylabel="far mass",
-                yscale="log", ylim=(1e-5, 1.5)), {
+    return dict(title="3. Far mass tends to 1 unless something holds it", xlabel="far tokens M", ylabel="far mass"), {
         **{name: (grid, f(grid)) for name, f in curves.items()}, "uniform, simulated": (counts, drawn)}
 
 
@@ -258,8 +252,7 @@ def show_values():
     print("Weights that follow scores r cos(theta) on the same route leave an R of I_1(r)/I_0(r) at any M: "
           + ", ".join(f"{tilt(r):.2f} at r = {r:g}" for r in (0.25, 0.5, 1, 2)))
     rho = far_mass_bound(NEAR, grid, LAMBDA)
-    return dict(title="4. What the far values add up to", xlabel="far tokens M", ylabel="length of the contribution",
-                yscale="log", ylim=(1e-5, 1.5)), {
+    return dict(title="4. What the far values add up to", xlabel="far tokens M", ylabel="length of the contribution"), {
         **{name: (grid, rho * norm(grid)) for name, norm in norms.items()}, "near signal, bound": (grid, 1 - rho)}
 
 
@@ -276,7 +269,7 @@ def argument(path):
     for axis, (labels, curves) in zip(axes.flat, panels):
         for name, (x, y) in curves.items():
             axis.plot(x, y, "." if "simulated" in name else "--" if "bound" in name else "-", label=name)
-        axis.set(**{"xscale": "log"} | labels)
+        axis.set(**{"xscale": "log", "yscale": "log", "ylim": (1e-5, 1.5)} | labels)
         axis.grid(alpha=0.2)
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=110)
@@ -296,8 +289,7 @@ def head_statistics(attention, frame, x, queries, block_size):
     far: keys block_size or more tokens back. logit_range: largest minus smallest logit of a query, 2 lambda, nats, bias
     included. bound: far mass's, from that range; mean_bound, by Jensen: M / (M + K e^(largest near - mean far)).
     near_norm, far_norm: lengths of both parts of the output, before the projection; alignment: far_norm over what it
-    would be were all far values parallel. Any orthogonal steps will do: in the common frame lengths are the same.
-    Memory is AT_ONCE x T, never T x T."""
+    would be were all far values parallel. Lengths are the same in the common frame. Memory is AT_ONCE x T."""
     D = attention.head_dim
     qkv = attention.qkv(x).unflatten(2, (3, -1, D)).permute(2, 0, 3, 1, 4)          # (3, 1, H, T, D)
     (q, k), v = frame.qk.enter(qkv[:2])[:, 0], frame.v.enter(qkv[2])[0]             # (H, T, D) each
@@ -325,7 +317,6 @@ def head_statistics(attention, frame, x, queries, block_size):
 
 def coherence(route, probe, distances):
     """|mean over queries of P x| for the routes over each distance, 1 is rigid, 0 mixed: (H, distances, planes).
-
     `probe` (1, H, T, D) gives shape and device. x is (1, 0) in every plane, so for rotations this is the plane's
     |mean e^(i(phase_i - phase_j))|; only they keep planes apart, other routes get one number. A text of T tokens has
     T / window independent routes: below sqrt(window / T) is noise."""
@@ -334,7 +325,7 @@ def coherence(route, probe, distances):
     entered, rows = route.enter(x), []
     for n in distances:
         moved = route.leave(torch.cat((x[:, :, :n], entered[:, :, :T - n]), dim=2))[0, :, n:].double().mean(1)
-        planes = torch.hypot(*moved.chunk(2, dim=-1))
+        planes = torch.hypot(*moved.chunk(2, dim=-1))                               # (H, D/2)
         rows.append(planes if rotates else planes.norm(dim=-1, keepdim=True) / (D // 2) ** 0.5)
     return torch.stack(rows, 1)
 
@@ -343,7 +334,6 @@ def coherence(route, probe, distances):
 def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
     """head_statistics of every layer, {name: (n_layer, H, queries)}, for one text ids (T,), and the coherence of the
     queries' route (n_layer, H, distances, planes), or [] without distances.
-
     The queries are spread over the last half of a training length: the same tokens for any T that ends there."""
     T, block_size = len(ids), model.config.block_size
     late = min(T, max(1, block_size // 2))
@@ -355,8 +345,7 @@ def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
         frame = attention.position(normed, embedding, idx, sequence)
         found.append(head_statistics(attention, frame, normed, queries, block_size))
         if len(distances):
-            shape = normed.unflatten(2, (attention.n_head, -1)).transpose(1, 2)     # (1, H, T, D)
-            routes.append(coherence(frame.qk, shape, distances))
+            routes.append(coherence(frame.qk, normed.unflatten(2, (attention.n_head, -1)).transpose(1, 2), distances))
         x = block(x, embedding, idx, sequence)
     return {name: torch.stack([layer[name] for layer in found]) for name in MEASURED}, routes and torch.stack(routes)
 
@@ -371,23 +360,21 @@ def measure(path, args):
     kinds = [(meta["tokenizer"], meta["vocab_size"]) for meta in (shards.meta, trained["data"])]
     if kinds[0] != kinds[1]:
         raise UsageError(f"data={args.data}: has tokens of {kinds[0]}, {path} was trained with {kinds[1]}")
-    block_size = config.block_size
+    block_size, rows = config.block_size, []
     lengths = args.lengths or [n for n in (block_size * 2 ** k for k in range(8)) if n <= len(shards)] or [block_size]
     lengths, longest = sorted(set(lengths)), max(lengths)
-    if longest > len(shards):
-        raise UsageError(f"lengths={longest}: the val split has only {len(shards)} tokens")
+    if not 2 <= longest <= len(shards):
+        raise UsageError(f"lengths={longest}: give 2 to {len(shards)}, the tokens of the val split")
     distances = [2 ** k for k in range(longest.bit_length() - 1)]
-    rows = []
     for length in lengths:  # texts end at places spread over the split, the same for every length
         ends = enumerate(np.linspace(longest, len(shards), args.texts).astype(int).tolist())
         looks = [diagnose(model, torch.from_numpy(shards.read(end - length, length)).to(model.head.weight.device), n,
                           distances if length == longest else ()) for n, end in ends]
         rows.append({"length": length} | {name: torch.cat([found[name] for found, _ in looks], -1).mean(-1).tolist()
                                           for name in MEASURED})                    # (n_layer, H), means over queries
-    route = torch.stack([route for _, route in looks]).mean(0)
     return {"label": label_of(config, args), "checkpoint": path, "seed": config.seed, "step": trained["step"],
             "block_size": block_size, "data": shards.meta["source"], "texts": args.texts, "lengths": rows,
-            "distances": distances, "coherence": route.tolist()}
+            "distances": distances, "coherence": torch.stack([route for _, route in looks]).mean(0).tolist()}
 
 
 def report(results):
@@ -395,11 +382,11 @@ def report(results):
     for name, r in zip(names, results):
         route, last = np.array(r["coherence"]), r["lengths"][-1]                    # (n_layer, H, distances, planes)
         inside = [n <= r["block_size"] for n in r["distances"]]
-        rows = [["mean of heads", *MEASURED, "planes mixed"]]
-        rows += [[f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]]
+        rows = [["mean of heads", *MEASURED, "planes mixed"]] + [
+            [f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]]
         rows += [[f"layer {layer} head {head}", *(f"{last[key][layer][head]:.3g}" for key in MEASURED),
                   (route[layer, head, inside].min(0) <= EPS).sum()] for layer, head in np.ndindex(route.shape[:2])]
-        show(f"{name} ({r['checkpoint']}): mean of heads at each length; then each head at the last, and how many of its "
+        show(f"{name} ({r['checkpoint']}): mean of heads at each length; each head at the last, and how many of its\n"
              f"{route.shape[-1]} planes mix within {r['block_size']} tokens", rows)
         planes = np.unique(np.linspace(0, route.shape[-1] - 1, 9).astype(int))
         show(f"{name}: coherence of the route against distance, mean of heads",
