@@ -9,7 +9,6 @@ tokens tends to 1, and only a bias, a window or growing logits hold it. (4) Then
 to: without a route their common part arrives whole, with one it partly cancels. (5) All of it on a checkpoint.
 """
 import argparse
-import itertools
 import json
 import math
 import os
@@ -305,7 +304,7 @@ def head_statistics(attention, frame, x, queries, block_size):
         near_top = logits.masked_fill(~seen | far, -math.inf).amax(-1)
         top, low = logits.masked_fill(~seen, -math.inf).amax(-1), logits.masked_fill(~seen, math.inf).amin(-1)
         M = far.sum(-1)
-        odds = M / (seen.sum(-1) - M)                                               # far keys per near key
+        odds = M / block_size                                                       # far keys per near key
         lead = near_top - (logits * far).sum(-1) / M.clamp(min=1)
         weight = logits.masked_fill(~seen, -math.inf).softmax(-1)
         near_norm, far_norm = ((weight * part).to(v.dtype).matmul(v).norm(dim=-1).double() for part in (~far, far))
@@ -318,7 +317,7 @@ def head_statistics(attention, frame, x, queries, block_size):
 def coherence(route, probe, distances):
     """|mean over queries of P x| for the routes over each distance, 1 is rigid, 0 mixed: (H, distances, planes).
     `probe` (1, H, T, D) gives shape and device. x is (1, 0) in every plane, so for rotations this is the plane's
-    |mean e^(i(phase_i - phase_j))|; only they keep planes apart, other routes get one number. A text of T tokens has
+    |mean e^(i(phase_i - phase_j))|; only they keep planes apart, other routes count as one. A text of T tokens has
     T / window independent routes: below sqrt(window / T) is noise."""
     rotates, T, D = hasattr(route, "cos"), *probe.shape[2:]
     x = torch.cat((torch.ones_like(probe[..., :D // 2]), torch.zeros_like(probe[..., D // 2:])), dim=-1)
@@ -386,8 +385,8 @@ def report(results):
             [f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]]
         rows += [[f"layer {layer} head {head}", *(f"{last[key][layer][head]:.3g}" for key in MEASURED),
                   (route[layer, head, inside].min(0) <= EPS).sum()] for layer, head in np.ndindex(route.shape[:2])]
-        show(f"{name} ({r['checkpoint']}): mean of heads at each length; each head at the last, and how many of its\n"
-             f"{route.shape[-1]} planes mix within {r['block_size']} tokens", rows)
+        show(f"{name} ({r['checkpoint']}): mean of heads at each length; then each head at the last, with its planes\n"
+             f"that mix within {r['block_size']} tokens, of {route.shape[-1]}", rows)
         planes = np.unique(np.linspace(0, route.shape[-1] - 1, 9).astype(int))
         show(f"{name}: coherence of the route against distance, mean of heads",
              [["distance", *(f"plane {b}" for b in planes)]] + [
