@@ -1,0 +1,439 @@
+"""Why accumulated steps extrapolate, and where that ends: each claim as a formula, a simulation and a measurement.
+
+    python theory.py                                              # tables, and the picture theory.png
+    python theory.py --ckpt out/demo-*/ckpt.pt --json=theory.json   # the same quantities in trained models
+
+The argument. (1) Random steps wash out a route: its expectation shrinks by a factor a step, whatever the length of the
+text. (2) A washed-out score is small, so far keys are alike. (3) But many alike keys add up: the softmax mass on M far
+tokens tends to 1, and only a bias, a window or growing logits hold it. (4) Then it matters what the far values add up
+to: without a route their common part arrives whole, with one it partly cancels. (5) All of it on a checkpoint.
+"""
+import argparse
+import json
+import math
+import os
+import sys
+
+import numpy as np
+import torch
+
+from eval_length import UsageError, column_names, label_of, layout, lengths_list, write_whole
+from model import GPT, CheckpointError
+from prepare_data import DataError, TokenShards, integer
+
+HEAD_DIM, NEAR, LAMBDA, EPS = 64, 512, 4.0, 0.1  # coordinates; near tokens; half the logit range, nats; "mixed"
+SLOPE, WINDOW = 1 / 512, 1024                    # of part 3: nats per token of distance; tokens
+
+
+# ---------------------------------------------------------------- 1. mixing window
+
+def frequencies(head_dim):
+    """w_b = 10000^(-2b/head_dim), radians, (head_dim/2,): RoPE's steps, and the half-widths of randrot's."""
+    return 10000.0 ** (-2 * np.arange(head_dim // 2) / head_dim)
+
+
+def plane_factor(w):
+    """c = E[e^(i step)] = sin(w)/w, step ~ Uniform(-w, w) radians. Steps are independent: E[P over n steps] = c^n.
+    It is also the factor of a dense SO(d) step that turns d/2 planes of a Haar-random basis by such angles: its law
+    does not change under conjugation, so E[M] = I E[trace M] / d."""
+    return np.sinc(np.asarray(w) / np.pi)
+
+
+def reflection_factor(head_dim):
+    """E[I - 2 u u^T] = (1 - 2/d) I for u uniform on the sphere of R^d."""
+    return 1 - 2 / head_dim
+
+
+def mixing_window(factor, eps=EPS):
+    """Steps n until E[P] = factor^n falls to eps: ln(1/eps) / |ln(factor)|. The length of the text does not enter."""
+    with np.errstate(divide="ignore"):
+        return math.log(1 / eps) / np.abs(np.log(factor))
+
+
+def expected_score(distance, factors):
+    """E<q, P q> over `distance` steps for a unit q spread evenly over the planes; a factor may be complex (RoPE)."""
+    return np.real(np.asarray(factors) ** np.asarray(distance)[..., None]).mean(-1)
+
+
+def simulate_phases(w, steps, routes, rng):
+    """Phases of every plane after 1, 2 ... `steps` steps ~ Uniform(-w_b, w_b), radians: one (routes, steps) a plane."""
+    for half_width in w:
+        yield rng.uniform(-half_width, half_width, (routes, steps)).cumsum(1)
+
+
+def simulate_products(head_dim, w, steps, routes, rng):
+    """<x, P x> for a unit x after 1, 2 ... `steps` steps: (routes, steps). w: None for random reflections, else dense
+    SO(d) steps with angles up to w radians (see plane_factor)."""
+    x, scores = np.tile(np.eye(head_dim)[0], (routes, 1)), np.empty((routes, steps))
+    for n in range(steps):
+        if w is None:
+            u = rng.standard_normal(x.shape)
+            x = x - 2 * u * ((u * x).sum(1) / (u * u).sum(1))[:, None]
+        else:
+            basis = np.linalg.qr(rng.standard_normal((*x.shape, head_dim)))[0]      # Haar up to signs
+            z = np.einsum("rji,rj->ri", basis, x)
+            z = (z[:, ::2] + 1j * z[:, 1::2]) * np.exp(1j * rng.uniform(-w, w, (routes, head_dim // 2)))
+            x = np.einsum("rij,rj->ri", basis, np.stack((z.real, z.imag), -1).reshape(x.shape))
+        scores[:, n] = x[:, 0]
+    return scores
+
+
+# ---------------------------------------------------------------- 2. score gap
+
+def cap_bound(t, head_dim):
+    """Pr(<q, u> >= t) <= exp(-d t^2 / 2) for unit q and u uniform on the sphere of R^d (Ball, "An elementary
+    introduction to modern convex geometry", 1997, lemma 2.2)."""
+    return np.exp(-head_dim * np.square(t) / 2)
+
+
+def hoeffding_bound(t, weights):
+    """Pr(sum_b r_b cos(theta_b) >= t) <= exp(-t^2 / (2 sum r_b^2)): independent uniform phases, r_b = |q_b| |k_b|."""
+    return np.exp(-np.square(t) / (2 * np.square(weights).sum()))
+
+
+def phase_bound(t, weights):
+    """The same tail with twice the exponent: E[e^(s cos theta)] = I_0(s) <= e^(s^2/4), term by term, where Hoeffding
+    knows |cos| <= 1 only and has e^(s^2/2). With equal weights it is the cap bound: mixed planes are worth Haar."""
+    return np.exp(-np.square(t) / np.square(weights).sum())
+
+
+def simulate_scores(head_dim, draws, rng):
+    """Far scores <q, P k> of unit q and k, (draws,) each: P drawn by Haar measure, or planes of equal weight mixed."""
+    first, r = rng.standard_normal(draws), 2 / head_dim
+    return {"Haar": first / np.sqrt(first ** 2 + rng.chisquare(head_dim - 1, draws)),
+            "mixed planes": sum(r * np.cos(rng.uniform(-np.pi, np.pi, draws)) for _ in range(head_dim // 2))}
+
+
+# ---------------------------------------------------------------- 3. far mass
+
+def far_mass(near, far):
+    """Softmax mass on the logits `far` (..., M) beside `near` (..., K), nats."""
+    top = np.maximum(near.max(-1), far.max(-1))[..., None]
+    near, far = np.exp(near - top).sum(-1), np.exp(far - top).sum(-1)
+    return far / (near + far)
+
+
+def far_mass_bound(near, far, lam):
+    """rho >= M / (M + K e^(2 lambda)): K near and M far keys whose logits, bias included, span at most 2 lambda nats.
+    Equality when every near key is at +lambda and every far one at -lambda: the most that attention can do."""
+    return far / (far + near * np.exp(2 * np.asarray(lam, float)))
+
+
+def biased_far_mass(near, far, lead, slope):
+    """Far mass when near keys lead by `lead` nats and a bias takes `slope` nats per token of distance. The far weights
+    are a geometric series, so it converges. lead = -2 lambda is the most that contents within 2 lambda can reach."""
+    def series(first, count):
+        return np.exp(-slope * first) * -np.expm1(-slope * count) / -math.expm1(-slope)
+    return 1 / (1 + np.exp(lead) * series(0, near) / series(near, far))
+
+
+def logn_lambda(lam, near, far):
+    """lambda after logits are multiplied by ln(K + M) / ln(K). The bound is then about M / (M + K n^(2 lambda / ln K)):
+    it falls with M only if near keys lead by 2 lambda > ln K nats at the training length, else it still tends to 1."""
+    return lam * np.log(near + far) / math.log(near)
+
+
+# ---------------------------------------------------------------- 4. values
+
+def background_power(far, factor):
+    """E|P_1 + ... + P_M|^2 in one plane, independent steps with real c = E[e^(i step)]: the sum of c^|j-k| over pairs,
+    M (1+c)/(1-c) - 2c (1 - c^M)/(1-c)^2. It is M^2 for c = 1 and tends to M (1+c)/(1-c) once M (1-c) is large."""
+    M, gap = np.broadcast_arrays(np.asarray(far, float), 1 - np.asarray(factor, float))
+    small = M * gap < 1e-5                         # there the two terms cancel; the sum is M^2 - gap (M^3 - M) / 3
+    g = np.where(small, 0.5, gap)
+    exact = M * (2 - g) / g + 2 * (1 - g) * np.expm1(M * np.log1p(-g)) / g ** 2
+    return np.where(small, M ** 2 - gap * (M ** 3 - M) / 3, exact)
+
+
+def tilt(r):
+    """E[e^(r cos theta) cos theta] / E[e^(r cos theta)] = I_1(r)/I_0(r): what stays of a common value when the weights
+    are a softmax of scores r cos(theta) on the *same* route. It does not fall with M; on a route of its own it is 0."""
+    cosine = np.cos(np.linspace(0, 2 * np.pi, 256, endpoint=False))
+    return np.average(cosine, weights=np.exp(r * cosine))
+
+
+def relative_norms(head_dim):
+    """R(M) of each kind of step, M (n,): length of the sum of M far values after the route over its length without, for
+    a background common to all, even over the planes, and uniform weights. RoPE's equal steps of w add up to
+    |sin(M w/2) / sin(w/2)| in a plane, bounded however large M is."""
+    w = frequencies(head_dim)
+    return {"unrouted": lambda M: np.ones(len(M)),
+            "randrot": lambda M: np.sqrt(background_power(M[:, None], plane_factor(w)).mean(1)) / M,
+            "every plane w = 1": lambda M: np.sqrt(background_power(M, plane_factor(1.0))) / M,
+            "rope_qkv": lambda M: np.sqrt(np.square(np.sin(M[:, None] * w / 2) / np.sin(w / 2)).mean(1)) / M}
+
+
+def crossing(near, lam, norm):
+    """M at which a background rho R(M) outweighs a signal 1 - rho, with rho at its bound: where M R(M) reaches
+    K e^(2 lambda). Good to 0.2%; inf if not below 1e15."""
+    M = np.geomspace(1, 1e15, 20_001)
+    return min(M[M * norm(M) >= near * math.exp(2 * lam)], default=math.inf)
+
+
+# ---------------------------------------------------------------- parts 1 to 4 in tables and four panels
+
+def show(title, rows):
+    print(f"\n{title}\n{layout([[cell if isinstance(cell, str) else f'{cell:,}' for cell in row] for row in rows])}")
+
+
+def show_mixing():
+    """Each of these prints the tables of a part; it returns how to label its panel, and the curves {name: (x, y)}."""
+    w, few, rng = frequencies(HEAD_DIM), 4 ** np.arange(7), np.random.default_rng(1)
+    planes = np.stack([np.cos(phase[:, few - 1]) for phase in simulate_phases(w, few[-1], 500, rng)])
+    cases = [(f"plane {b}, w = {w[b]:.2g}", plane_factor(w[b]), planes[b, :, 3]) for b in (0, 4, 8, 16, 31)]
+    cases += [("dense SO(16), up to 0.5 rad", plane_factor(0.5), simulate_products(16, 0.5, 64, 1000, rng)[:, -1]),
+              ("reflections in R^16", reflection_factor(16), simulate_products(16, None, 64, 1000, rng)[:, -1])]
+    show(f"1. Mixing window: steps n until E[P] falls to {EPS}, in a text of any length; and E[P] over 64 steps",
+         [["step", "factor", "n", "closed form", "simulated"]] + [
+             [name, f"{c:.9f}", f"{mixing_window(c):,.0f}", f"{c ** 64:.4f}",
+              f"{x.mean():.4f} ±{x.std(ddof=1) / math.sqrt(len(x)):.4f}"] for name, c, x in cases])
+    show("Planes of randrot that have mixed. The others keep a far key much as it was",
+         [["head_dim", "planes", "within 512", "65,536", "1,048,576"]] + [
+             [d, d // 2, *((mixing_window(plane_factor(frequencies(d))) <= n).sum() for n in (512, 2 ** 16, 2 ** 20))]
+             for d in (64, 96, 128)])
+    kinds = {"RoPE": np.exp(1j * w), "randrot": plane_factor(w), "every plane w = 1": plane_factor([1.0]),
+             "reflections": [reflection_factor(HEAD_DIM)]}
+    show("Expected score <q, P q> of a unit q, even over the planes, against distance", [["distance", *kinds]] + [
+        [n, *(f"{expected_score(n, f):.3f}" for f in kinds.values())] for n in 16 ** np.arange(6)])
+    distances = np.unique(np.geomspace(1, 1e6, 200).round())
+    return dict(title="1. Slow planes do not mix", xlabel="distance (tokens)", ylabel="expected score of q and q",
+                yscale="linear", ylim=(-0.3, 1.05)), {
+        **{name: (distances, expected_score(distances, f)) for name, f in kinds.items()},
+        "randrot, simulated": (few, planes.mean((0, 1)))}
+
+
+def show_score_gap():
+    draws, rng, rows, curves, t = 100_000, np.random.default_rng(2), [], {}, np.linspace(0, 4, 41)
+    for d in (16, 32, 64, 128, 256):
+        drawn, weights = simulate_scores(d, draws, rng), np.full(d // 2, 2 / d)
+        for s in np.arange(1, 4) / math.sqrt(d):
+            bounds = cap_bound(s, d), phase_bound(s, weights), hoeffding_bound(s, weights)
+            rows.append([d, f"{s * math.sqrt(d):.0f}", *((x >= s).sum() for x in drawn.values()),
+                         *(f"{draws * bound:,.0f}" for bound in bounds)])
+        for name, x in drawn.items() if d in (16, 256) else ():
+            curves[f"{name}, d = {d}, simulated"] = t, [(x >= s).mean() for s in t / math.sqrt(d)]
+    show(f"2. Score gap: of {draws:,} far scores of unit q and k, how many reach t / sqrt(d); and what bounds allow",
+         [["d", "t", *drawn, "cap bound", "sharp bound", "Hoeffding"], *rows])
+    return dict(title="2. A mixed score is small", xlabel="t sqrt(d)", ylabel="probability of a far score >= t",
+                xscale="linear"), {
+        **curves, "cap and sharp bound": (t, np.exp(-t ** 2 / 2)), "Hoeffding bound": (t, np.exp(-t ** 2 / 4))}
+
+
+def show_far_mass():
+    curves = {"bound": lambda M: far_mass_bound(NEAR, M, LAMBDA),
+              f"bias {SLOPE:.1g}": lambda M: biased_far_mass(NEAR, M, 2 * LAMBDA, SLOPE),
+              f"window {WINDOW}": lambda M: far_mass_bound(NEAR, np.minimum(M, WINDOW - NEAR), LAMBDA),
+              "log n": lambda M: far_mass_bound(NEAR, M, logn_lambda(LAMBDA, NEAR, M)),
+              "log n from ±2": lambda M: far_mass_bound(NEAR, M, logn_lambda(2, NEAR, M))}
+    rng, grid, counts = np.random.default_rng(3), np.geomspace(1, 1e6, 200), [2 ** k for k in range(9, 20)] + [10 ** 6]
+    drawn = [far_mass(*(rng.uniform(-LAMBDA, LAMBDA, n) for n in (NEAR, M))) for M in counts]
+    worst = [far_mass(np.full(NEAR, LAMBDA), np.full(M, -LAMBDA)) for M in counts]
+    show(f"3. Far mass beside {NEAR} near keys, logits within ±{LAMBDA:g}: drawn uniformly; then near keys on top",
+         [["M", "uniform", "worst case", *curves]] + [
+             [M, f"{a:.4f}", f"{b:.5f}", *(f"{f(M):.5f}" for f in curves.values())]
+             for M, a, b in zip(counts, drawn, worst)])
+    print(f"The bias holds far mass to {biased_far_mass(NEAR, math.inf, 0, SLOPE):.3f} if contents are alike, and to "
+          f"{biased_far_mass(NEAR, math.inf, -2 * LAMBDA, SLOPE):.4f} if far ones lead by {2 * LAMBDA:g} nats.")
+    return dict(title="3. Far mass tends to 1 unless something holds it", xlabel="far tokens M", ylabel="far mass"), {
+        **{name: (grid, f(grid)) for name, f in curves.items()}, "uniform, simulated": (counts, drawn)}
+
+
+def show_values():
+    w, norms = frequencies(HEAD_DIM), relative_norms(HEAD_DIM)
+    few, many, grid = 4 ** np.arange(6), 4.0 ** np.arange(11), np.geomspace(1, 1e7, 200)
+    phases = simulate_phases(w, few[-1], 1000, np.random.default_rng(4))
+    power = np.mean([np.abs(np.exp(1j * phase).cumsum(1)[:, few - 1]) ** 2 for phase in phases], (0, 1))
+    columns = [[f"{R:.4f}" for R in norm(many)] for norm in norms.values()]
+    columns.append([f"{R:.4f}" for R in np.sqrt(power) / few] + [""] * (len(many) - len(few)))
+    show("4. Values: length of the far tokens' common part after the route, over its length without (R)",
+         [["M", *norms, "randrot, simulated"], *([f"{M:,.0f}", *row] for M, *row in zip(many, *columns)),
+          ["outweighs the signal at", *(f"{crossing(NEAR, LAMBDA, norm):,.3g}" for norm in norms.values()), ""]])
+    print("Weights that follow scores r cos(theta) on the same route leave an R of I_1(r)/I_0(r) at any M: "
+          + ", ".join(f"{tilt(r):.2f} at r = {r:g}" for r in (0.25, 0.5, 1, 2)))
+    rho = far_mass_bound(NEAR, grid, LAMBDA)
+    return dict(title="4. What the far values add up to", xlabel="far tokens M", ylabel="length of the contribution"), {
+        **{name: (grid, rho * norm(grid)) for name, norm in norms.items()}, "near signal, bound": (grid, 1 - rho)}
+
+
+def argument(path):
+    """Print parts 1 to 4, and draw them to `path` if matplotlib is there."""
+    panels = [part() for part in (show_mixing, show_score_gap, show_far_mass, show_values)]
+    try:
+        import matplotlib
+    except ImportError:
+        return print("no picture: it needs matplotlib; pip install matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(2, 2, figsize=(13, 9), layout="constrained")
+    for axis, (labels, curves) in zip(axes.flat, panels):
+        for name, (x, y) in curves.items():
+            axis.plot(x, y, "." if "simulated" in name else "--" if "bound" in name else "-", label=name)
+        axis.set(**{"xscale": "log", "yscale": "log", "ylim": (1e-5, 1.5)} | labels)
+        axis.grid(alpha=0.2)
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    print(f"picture: {path}")
+
+
+# ---------------------------------------------------------------- 5. on a checkpoint
+
+QUERIES, AT_ONCE = 64, 8  # queries measured in a window; how many of them against all keys at a time
+MEASURED = ("far_mass", "bound", "mean_bound", "logit_range", "near_norm", "far_norm", "alignment")
+
+
+def head_statistics(attention, frame, x, queries, block_size):
+    """What the queries at positions `queries` do in one layer, x (1, T, C) its input: {MEASURED: (H, queries) float64}.
+
+    far: keys block_size or more tokens back. logit_range: largest minus smallest logit of a query, 2 lambda, nats, bias
+    included. bound: far mass's, from that range; mean_bound, by Jensen: M / (M + K e^(largest near - mean far)).
+    near_norm, far_norm: lengths of both parts of the output, before the projection; alignment: far_norm over what it
+    would be were all far values parallel. Lengths are the same in the common frame. Memory is AT_ONCE x T."""
+    D = attention.head_dim
+    qkv = attention.qkv(x).unflatten(2, (3, -1, D)).permute(2, 0, 3, 1, 4)          # (3, 1, H, T, D)
+    (q, k), v = frame.qk.enter(qkv[:2])[:, 0], frame.v.enter(qkv[2])[0]             # (H, T, D) each
+    if frame.query_scale is not None:
+        q = q * frame.query_scale
+    key, found = torch.arange(x.size(1), device=x.device), []
+    for i in queries[:, None].split(AT_ONCE):
+        logits = (q[:, i[:, 0]] @ k.transpose(1, 2)).double() / D ** 0.5            # (H, AT_ONCE, T)
+        if frame.key_bias is not None:
+            c = frame.key_bias[0].to(x.device)
+            logits = logits - (c[:, i] - c[:, None])
+        seen, far = key <= i, key <= i - block_size                                 # (AT_ONCE, T)
+        near_top = logits.masked_fill(~seen | far, -math.inf).amax(-1)
+        top, low = logits.masked_fill(~seen, -math.inf).amax(-1), logits.masked_fill(~seen, math.inf).amin(-1)
+        M = far.sum(-1)
+        odds = M / block_size                                                       # far keys per near key
+        lead = near_top - (logits * far).sum(-1) / M.clamp(min=1)
+        weight = logits.masked_fill(~seen, -math.inf).softmax(-1)
+        near_norm, far_norm = ((weight * part).to(v.dtype).matmul(v).norm(dim=-1).double() for part in (~far, far))
+        parallel = ((weight * far) @ v.norm(dim=-1).double()[..., None])[..., 0]
+        found.append(((weight * far).sum(-1), 1 / (1 + (top - low).exp() / odds), 1 / (1 + lead.exp() / odds),
+                      top - low, near_norm, far_norm, far_norm / parallel.clamp(min=1e-30)))
+    return {name: torch.cat(parts, -1) for name, parts in zip(MEASURED, zip(*found))}
+
+
+def coherence(route, probe, distances):
+    """|mean over queries of P x| for the routes over each distance, 1 is rigid, 0 mixed: (H, distances, planes).
+    `probe` (1, H, T, D) gives shape and device. x is (1, 0) in every plane, so for rotations this is the plane's
+    |mean e^(i(phase_i - phase_j))|; only they keep planes apart, other routes count as one. A text of T tokens has
+    T / window independent routes: below sqrt(window / T) is noise."""
+    rotates, T, D = hasattr(route, "cos"), *probe.shape[2:]
+    x = torch.cat((torch.ones_like(probe[..., :D // 2]), torch.zeros_like(probe[..., D // 2:])), dim=-1)
+    entered, rows = route.enter(x), []
+    for n in distances:
+        moved = route.leave(torch.cat((x[:, :, :n], entered[:, :, :T - n]), dim=2))[0, :, n:].double().mean(1)
+        planes = torch.hypot(*moved.chunk(2, dim=-1))                               # (H, D/2)
+        rows.append(planes if rotates else planes.norm(dim=-1, keepdim=True) / (D // 2) ** 0.5)
+    return torch.stack(rows, 1)
+
+
+@torch.inference_mode()
+def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
+    """head_statistics of every layer, {name: (n_layer, H, queries)}, for one text ids (T,), and the coherence of the
+    queries' route (n_layer, H, distances, planes), or [] without distances.
+    The queries are spread over the last half of a training length: the same tokens for any T that ends there."""
+    T, block_size = len(ids), model.config.block_size
+    late = min(T, max(1, block_size // 2))
+    queries = torch.linspace(T - late, T - 1, min(n_queries, late), device=ids.device).round().long()
+    idx, sequence, found, routes = ids[None], torch.tensor([sequence], device=ids.device), [], []
+    embedding = x = model.embed(idx)
+    for block in model.blocks:
+        attention, normed = block.attention, block.norm_1(x)
+        frame = attention.position(normed, embedding, idx, sequence)
+        found.append(head_statistics(attention, frame, normed, queries, block_size))
+        if len(distances):
+            routes.append(coherence(frame.qk, normed.unflatten(2, (attention.n_head, -1)).transpose(1, 2), distances))
+        x = block(x, embedding, idx, sequence)
+    return {name: torch.stack([layer[name] for layer in found]) for name in MEASURED}, routes and torch.stack(routes)
+
+
+def measure(path, args):
+    """Everything the report says of one checkpoint, as a dict that JSON can hold."""
+    model = GPT.from_checkpoint(path, "cuda" if torch.cuda.is_available() else "cpu")
+    config, trained = model.config, model.checkpoint
+    if config.pos.split("+")[0] == "path":
+        raise UsageError(f"ckpt={path}: pos={config.pos} has no common frame; measure one with orthogonal steps")
+    shards = TokenShards(args.data or trained["train"]["data"], "val")
+    kinds = [(meta["tokenizer"], meta["vocab_size"]) for meta in (shards.meta, trained["data"])]
+    if kinds[0] != kinds[1]:
+        raise UsageError(f"data={args.data}: has tokens of {kinds[0]}, {path} was trained with {kinds[1]}")
+    block_size, rows = config.block_size, []
+    lengths = args.lengths or [n for n in (block_size * 2 ** k for k in range(8)) if n <= len(shards)] or [block_size]
+    lengths, longest = sorted(set(lengths)), max(lengths)
+    if not 2 <= longest <= len(shards):
+        raise UsageError(f"lengths={longest}: give 2 to {len(shards)}, the tokens of the val split")
+    distances = [2 ** k for k in range(longest.bit_length() - 1)]
+    for length in lengths:  # texts end at places spread over the split, the same for every length
+        ends = enumerate(np.linspace(longest, len(shards), args.texts).astype(int).tolist())
+        looks = [diagnose(model, torch.from_numpy(shards.read(end - length, length)).to(model.head.weight.device), n,
+                          distances if length == longest else ()) for n, end in ends]
+        rows.append({"length": length} | {name: torch.cat([found[name] for found, _ in looks], -1).mean(-1).tolist()
+                                          for name in MEASURED})                    # (n_layer, H), means over queries
+    return {"label": label_of(config, args), "checkpoint": path, "seed": config.seed, "step": trained["step"],
+            "block_size": block_size, "data": shards.meta["source"], "texts": args.texts, "lengths": rows,
+            "distances": distances, "coherence": torch.stack([route for _, route in looks]).mean(0).tolist()}
+
+
+def report(results):
+    names = column_names(results)
+    for name, r in zip(names, results):
+        route, last = np.array(r["coherence"]), r["lengths"][-1]                    # (n_layer, H, distances, planes)
+        inside = [n <= r["block_size"] for n in r["distances"]]
+        rows = [["mean of heads", *MEASURED, "planes mixed"]] + [
+            [f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]]
+        rows += [[f"layer {layer} head {head}", *(f"{last[key][layer][head]:.3g}" for key in MEASURED),
+                  (route[layer, head, inside].min(0) <= EPS).sum()] for layer, head in np.ndindex(route.shape[:2])]
+        show(f"{name} ({r['checkpoint']}): mean of heads at each length; then each head at the last, with its planes\n"
+             f"that mix within {r['block_size']} tokens, of {route.shape[-1]}", rows)
+        planes = np.unique(np.linspace(0, route.shape[-1] - 1, 9).astype(int))
+        show(f"{name}: coherence of the route against distance, mean of heads",
+             [["distance", *(f"plane {b}" for b in planes)]] + [
+                 [n, *(f"{x:.2f}" for x in at[planes])] for n, at in zip(r["distances"], route.mean((0, 1)))])
+    rows = [["length", *names]]
+    for length in sorted({x["length"] for r in results for x in r["lengths"]}):
+        found = [[np.mean(x[key]) for x in r["lengths"] if x["length"] == length for key in MEASURED[:3]]
+                 for r in results]
+        rows.append([length, *(" / ".join(f"{value:.3f}" for value in cell) for cell in found)])
+    show("Far mass: softmax mass at least a training length back / its bound / its bound by the mean far logit", rows)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(ntk=False, window=None, logn=False)  # what eval_length's labels also look at
+    parser.add_argument("--plot", default="theory.png", help="picture of parts 1 to 4 (theory.png; needs matplotlib)")
+    parser.add_argument("--ckpt", nargs="+", action="extend", default=[], help="measure these instead: part 5")
+    parser.add_argument("more", nargs="*", metavar="CKPT", help="more checkpoints, after --ckpt=CKPT")
+    parser.add_argument("--data", help="directory of prepare_data.py (the one the checkpoint was trained on)")
+    parser.add_argument("--lengths", type=lengths_list, help="e.g. 256,1024 (training length times 1, 2 ... 128)")
+    parser.add_argument("--texts", type=integer(1), default=2, help="places of the val split to measure at (2)")
+    parser.add_argument("--json", help="write what was measured on the checkpoints to this file")
+    args = parser.parse_args(argv)
+    args.ckpt += args.more
+    try:
+        for name in ("json", "plot"):
+            folder = os.path.dirname(getattr(args, name) or "") or "."
+            if not os.path.isdir(folder):
+                raise UsageError(f"{name}={getattr(args, name)}: there is no directory {folder}; make it first")
+        if not args.plot.endswith((".png", ".svg", ".pdf")):
+            raise UsageError(f"plot={args.plot}: name a .png, .svg or .pdf file")
+        for name in ("data", "lengths", "json"):
+            if getattr(args, name) and not args.ckpt:
+                raise UsageError(f"{name}={getattr(args, name)}: is for checkpoints; add --ckpt=CKPT")
+        if args.ckpt:
+            results = [measure(path, args) for path in args.ckpt]
+            report(results)
+            if args.json:
+                write_whole(args.json, json.dumps(results) + "\n")
+        else:
+            argument(args.plot)
+    except (UsageError, DataError, CheckpointError) as error:
+        print(f"theory.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
