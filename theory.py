@@ -11,15 +11,15 @@ to: without a route their common part arrives whole, with one it partly cancels.
 import argparse
 import json
 import math
-import os
 import sys
 
 import numpy as np
 import torch
 
-from eval_length import UsageError, column_names, label_of, layout, lengths_list, write_whole
+from eval_length import (UsageError, check_outputs, column_names, held_out, label_of, layout, lengths_list,
+                         write_whole)
 from model import GPT, CheckpointError
-from prepare_data import DataError, TokenShards, integer
+from prepare_data import DataError, integer
 
 HEAD_DIM, NEAR, LAMBDA, EPS = 64, 512, 4.0, 0.1  # coordinates; near tokens; half the logit range, nats; "mixed"
 SLOPE, WINDOW = 1 / 512, 1024                    # of part 3: nats per token of distance; tokens
@@ -355,10 +355,7 @@ def measure(path, args):
     config, trained = model.config, model.checkpoint
     if config.pos.split("+")[0] == "path":
         raise UsageError(f"ckpt={path}: pos={config.pos} has no common frame; measure one with orthogonal steps")
-    shards = TokenShards(args.data or trained["train"]["data"], "val")
-    kinds = [(meta["tokenizer"], meta["vocab_size"]) for meta in (shards.meta, trained["data"])]
-    if kinds[0] != kinds[1]:
-        raise UsageError(f"data={args.data}: has tokens of {kinds[0]}, {path} was trained with {kinds[1]}")
+    shards = held_out(args.data, trained, path)
     block_size, rows = config.block_size, []
     lengths = args.lengths or [n for n in (block_size * 2 ** k for k in range(8)) if n <= len(shards)] or [block_size]
     lengths, longest = sorted(set(lengths)), max(lengths)
@@ -413,12 +410,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     args.ckpt += args.more
     try:
-        for name in ("json", "plot"):
-            folder = os.path.dirname(getattr(args, name) or "") or "."
-            if not os.path.isdir(folder):
-                raise UsageError(f"{name}={getattr(args, name)}: there is no directory {folder}; make it first")
-        if not args.plot.endswith((".png", ".svg", ".pdf")):
-            raise UsageError(f"plot={args.plot}: name a .png, .svg or .pdf file")
+        check_outputs(args)
         for name in ("data", "lengths", "json"):
             if getattr(args, name) and not args.ckpt:
                 raise UsageError(f"{name}={getattr(args, name)}: is for checkpoints; add --ckpt=CKPT")
