@@ -124,11 +124,15 @@ def summarize(losses, lengths, block_size):
     return rows
 
 
-def loss_by_position(losses, length, per_octave=4):
-    """Mean loss at positions 0 ... length - 1 of windows of `length`, in log-spaced bins: first positions, losses."""
-    by_position = losses.reshape(-1, length).mean(0)
-    edges = np.unique(np.geomspace(1, length + 1, per_octave * max(1, int(math.log2(length))) + 1).round().astype(int)) - 1
-    return {"length": length, "first_position": edges[:-1].tolist(),
+def loss_by_position(losses, length, per_octave=4, least=64):
+    """Mean loss at positions 0 ... length - 1 of windows of `length`, in log-spaced bins of at least `least` targets
+    (all windows together; one bin if there are fewer): first positions, losses."""
+    by_position, windows, edges = losses.reshape(-1, length).mean(0), len(losses) // length, [0]
+    for edge in np.geomspace(1, length, per_octave * max(1, int(math.log2(length))) + 1).round().astype(int).tolist():
+        if (edge - edges[-1]) * windows >= least:
+            edges.append(edge)
+    edges = [*edges[:-1], length] if len(edges) > 1 else [0, length]
+    return {"length": length, "first_position": edges[:-1],
             "loss": [float(by_position[a:b].mean()) for a, b in zip(edges[:-1], edges[1:])]}
 
 
@@ -323,6 +327,7 @@ def plot(results, path):
     axes[0].yaxis.set_minor_formatter("{x:g}")
     for axis, (x, y) in zip(axes, titles):
         axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.set(xlabel=x, ylabel=y)
         for block_size in {r["block_size"] for r in results}:
             axis.axvline(block_size, color="gray", linestyle=":", linewidth=1)

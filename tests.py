@@ -1682,13 +1682,15 @@ def test_ratios_errors_and_late_targets_by_hand():
 
 
 def test_loss_by_position_covers_every_position_once():
-    length = 100
-    losses = np.tile(np.arange(length, dtype=float), 3)
-    result = eval_length.loss_by_position(losses, length)
-    first, loss = result["first_position"], result["loss"]
-    ends = first[1:] + [length]
-    assert first[0] == 0 and all(a < b for a, b in zip(first, ends))
-    assert loss == pytest.approx([(a + b - 1) / 2 for a, b in zip(first, ends)])
+    for length, windows in ((100, 3), (1000, 1), (4096, 8), (7, 1), (1, 100)):
+        losses = np.tile(np.arange(length, dtype=float), windows)
+        result = eval_length.loss_by_position(losses, length)
+        first, loss = result["first_position"], result["loss"]
+        ends = first[1:] + [length]
+        assert first[0] == 0 and all(a < b for a, b in zip(first, ends))
+        assert loss == pytest.approx([(a + b - 1) / 2 for a, b in zip(first, ends)])
+        assert len(first) == 1 or all((b - a) * windows >= 64 for a, b in zip(first, ends))
+    assert len(first) == 1 and len(eval_length.loss_by_position(np.zeros(8 * 4096), 4096)["loss"]) > 20
 
 
 def test_windows_score_the_same_tokens_with_more_context(corpus):
@@ -2078,6 +2080,8 @@ def test_theory_measurements_equal_a_slow_computation(variant):
             torch.testing.assert_close(got[name], want[name], rtol=2e-4, atol=2e-5, msg=lambda m: f"{name}: {m}")
         if variant["pos"] in ("nope", "alibi"):
             assert route.shape == (2, 12, len(distances), 1) and (route - 1).abs().max() < 1e-12
+        elif variant["pos"] in ("reflect_qkv", "orth_qk"):  # no planes to tell apart
+            assert route.shape == (2, 12, len(distances), 1) and 0 < route.min() and route.max() < 1
         else:
             torch.testing.assert_close(route, slow_route, rtol=1e-4, atol=2e-5)
         assert (got["far_mass"] >= got["bound"] * (1 - 1e-6)).all()
