@@ -204,7 +204,7 @@ def evaluate(path, args):
     shards = held_out(args.data, checkpoint, path)
     lengths, n_tokens = plan(shards, config.block_size, args.lengths, args.tokens)
     gaps = [max(1, config.block_size * 2 ** k // 2) for k in range(8)] if args.recall else []
-    gaps = [gap for gap in gaps if gap + config.block_size < min(len(shards), 2 * max(lengths))]
+    gaps = [gap for gap in gaps if gap + config.block_size < len(shards)]
 
     def setup(length):
         apply_tricks(model, length, args.ntk, args.window, args.logn)
