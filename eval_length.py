@@ -59,6 +59,8 @@ def check_tricks(model, path, args):
         raise UsageError(f"ntk: needs heads wider than 2, and {path} has {config.head_dim}; leave --ntk out")
     if args.logn and "logn" in config.pos.split("+"):
         raise UsageError(f"logn: {path} was trained with +logn already; leave --logn out")
+    if args.logn and config.block_size < 2:
+        raise UsageError(f"logn: {path} has block_size=1, and ln 1 = 0; leave --logn out")
 
 
 # ---------------------------------------------------------------- scoring
@@ -172,15 +174,17 @@ def held_out(data, checkpoint, path):
     shards = TokenShards(data or checkpoint["train"]["data"], "val")
     for name in ("tokenizer", "vocab_size"):
         if shards.meta[name] != checkpoint["data"][name]:
-            raise UsageError(f"data={data}: {name} is {shards.meta[name]}, {path} was trained with "
+            raise UsageError(f"data={data or checkpoint['train']['data']}: {name} is {shards.meta[name]}, {path} was trained with "
                              f"{checkpoint['data'][name]}")
     return shards
 
 
 def plan(shards, block_size, lengths, n_tokens):
     """The lengths to score (always with block_size) and the number of targets, a multiple of each. UsageError by name."""
-    lengths = sorted({*(lengths or [block_size * 2 ** k for k in range(8)]), block_size})
     available = len(shards) - 1
+    if not lengths:  # by default, those that the text allows
+        lengths = [length for length in (block_size * 2 ** k for k in range(8)) if length <= available]
+    lengths = sorted({*lengths, block_size})
     for length in lengths:
         if length > available:
             raise UsageError(f"lengths={length}: the val split has only {available} targets; use --lengths=... up to "
@@ -197,6 +201,9 @@ def plan(shards, block_size, lengths, n_tokens):
 def evaluate(path, args):
     """Everything the report says of one checkpoint, as a dict that JSON can hold."""
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    if (device.type == "cuda" and not torch.cuda.is_available()) or \
+            (device.type == "mps" and not torch.backends.mps.is_available()):
+        raise UsageError(f"device={device.type}: there is none on this machine; use --device=cpu")
     low = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
     model = GPT.from_checkpoint(path, device)
     config, checkpoint = model.config, model.checkpoint
@@ -242,21 +249,23 @@ def label_of(config, args):
 
 def protocol(n_tokens, lengths, block_size):
     return (f"The first {n_tokens:,} targets of the val split, the same at every length, cut into windows of "
-            f"{', '.join(map(str, lengths))} inputs without overlap. ratio = perplexity / perplexity at {block_size}, the "
-            f"training length; perplexity = exp(total loss / targets). late: targets in the second half of every block of "
-            f"{block_size}. ratio_error: standard error of the paired loss difference, one observation per window of "
-            f"{max(lengths)}, times the ratio; null under 8 of them. Long windows span many documents. by_position: mean "
-            f"loss from each first_position to the next in windows of {max(lengths)}. recall: loss on a passage of "
-            f"{block_size // 2} tokens repeated after `gap` others; control_loss without the first copy.")
+            f"{', '.join(map(str, lengths))} inputs without overlap. ratio = perplexity / perplexity at the training "
+            f"length of {block_size}; below 1: the longer context helps. perplexity = exp(total loss / targets). late: "
+            f"targets in the second half of every block of {block_size}. ratio_error: standard error of the paired loss "
+            f"difference, one observation per window of {max(lengths)}, times the ratio; null under 8 of them. Any other "
+            f"null: not finite. Long windows span many documents. by_position: mean loss from each first_position to "
+            f"the next in windows of {max(lengths)}. recall: loss on a passage of {block_size // 2} tokens repeated "
+            f"after `gap` others; control_loss without the first copy.")
 
 
 # ---------------------------------------------------------------- showing results
 
 def column_names(results):
-    """Labels, told apart by seed, and then by checkpoint, where two are the same."""
+    """Labels; where two are the same, told apart by seed, step or checkpoint, whichever differs."""
     names = [r["label"] for r in results]
     for more in ("seed", "step", "checkpoint"):
-        names = [f"{n} {more} {r[more]}" if names.count(n) > 1 else n for n, r in zip(names, results)]
+        values = {name: {r[more] for n, r in zip(names, results) if n == name} for name in names}
+        names = [f"{n} {more} {r[more]}" if len(values[n]) > 1 else n for n, r in zip(names, results)]
     return names
 
 
@@ -273,6 +282,7 @@ def table(results, kind=""):
         lines.append([f"{length}" + (f" ({times.pop():g}x)" if len(times) == 1 else ""), *map(cell, rows)])
     bases = [next(row for row in r["lengths"] if row["length"] == r["block_size"]) for r in results]
     lines.append(["perplexity at 1x", *(f"{row[f'{kind}perplexity']:.3f}" for row in bases)])
+    lines.append(["targets", *(f"{row[f'{kind}targets']:,}" for row in bases)])
     if not kind:
         lines.append(["parameters", *(f"{r['parameters']:,}" for r in results)])
     return layout(lines)
@@ -344,10 +354,22 @@ def read_results(path):
         with open(path) as file:
             results = json.load(file)
         for r in results:
+            for row in (*r["lengths"], *r["recall"], r["by_position"]):  # null: diverged (but for errors: too few)
+                row.update({key: math.inf for key, value in row.items() if value is None and "error" not in key})
+            r["by_position"]["loss"] = [math.inf if loss is None else loss for loss in r["by_position"]["loss"]]
             r["label"], r["block_size"], r["lengths"][0]["ratio"], r["by_position"]["loss"], r["recall"]  # all that is shown
         return results
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise UsageError(f"{path}: not a results file of eval_length.py ({error})") from None
+
+
+def plain(value):
+    """value with null for every number that is not finite: JSON has no inf."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_outputs(args):
@@ -394,7 +416,7 @@ def main(argv=None):
         for path in args.inputs:
             results += read_results(path) if path.endswith(".json") else [evaluate(path, args)]
             if args.json:
-                write_whole(args.json, json.dumps(results, indent=1) + "\n")
+                write_whole(args.json, json.dumps(plain(results), indent=1, allow_nan=False) + "\n")
         print("\nperplexity ratio, all targets (below 1: the longer context helps)\n" + table(results))
         print("\nperplexity ratio, late targets\n" + table(results, "late_"))
         if any(r["recall"] for r in results):

@@ -2,7 +2,7 @@
 
 There is no maximum length: block_size is the *training* length, and any other can be fed. To sample from a checkpoint:
 
-    python model.py out/demo-accrot_qkv-1337/ckpt.pt --prompt="def main("
+    python model.py out/demo-accrot_qkv/ckpt.pt --prompt="def main("
 """
 import argparse
 import math
@@ -38,8 +38,8 @@ class GPTConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r}: give a whole number from 1")
-        if type(self.seed) is not int or not 0 <= self.seed < 2 ** 63:
-            raise ValueError(f"seed={self.seed!r}: give a whole number from 0 to 2^63 - 1")
+        if type(self.seed) is not int or not 0 <= self.seed < 2 ** 32:
+            raise ValueError(f"seed={self.seed!r}: give a whole number from 0 to 2^32 - 1")
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r}: give a number from 0 to below 1")
         if self.n_embd % self.n_head:
@@ -143,7 +143,7 @@ class GPT(nn.Module):
             if top_k is not None:
                 least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < least, float("-inf"))
-            if temperature == 0:
+            if temperature < 1e-6:  # 0, or so small that the division would overflow
                 new = logits.argmax(-1, keepdim=True)
             else:
                 new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)

@@ -92,7 +92,7 @@ class RandomRotation(ConstantRotation):
     def steps(self, x, embedding, idx, sequence, length):
         lane = torch.arange(self.n_route * self.n_head * self.head_dim // 2, device=idx.device)
         position = torch.arange(length, length + idx.size(1), device=idx.device)
-        key = scramble(scramble(self.seed & MASK) ^ self.layer)
+        key = scramble(scramble(self.seed) ^ self.layer)
         key = scramble(scramble(key ^ (sequence & MASK)) ^ (sequence >> 32 & MASK))       # (B,)
         key = scramble(key[:, None] ^ position)                                           # (B, T)
         bits = scramble(key[:, :, None] ^ lane) >> 9                                      # (B, T, lanes), 23 bits
@@ -127,8 +127,8 @@ class LearnedRotation(RandomRotation):
         width = self.n_route * self.n_head * self.head_dim // 2
         self.angles = nn.Embedding(config.padded_vocab_size, width) if self.source == "table" else \
             nn.Linear(config.n_embd, width, bias=False)
-        # How fast angles move decides short runs. Without this factor the steps outrun the rest of the network.
-        self.gain = 1.0 if self.source == "table" else config.n_embd ** -0.5
+        # How fast angles move decides short runs. Without this factor read-outs outrun the rest of the network.
+        self.gain = config.n_embd ** -0.5
         nn.init.zeros_(self.angles.weight)
 
     def steps(self, x, embedding, idx, sequence, length):
@@ -172,7 +172,7 @@ class LearnedBlocks(nn.Module):
         plane = torch.arange(D // 2, dtype=torch.float32).view(n // 2, D // n)
         turn = torch.tan(ConstantRotation.base ** (-2 * plane / D) / 2)                       # Cayley's angle: 2 atan(K)
         with torch.no_grad():
-            self.skew.bias.view(H, D // n, -1)[:, :, i - j == n // 2] = turn.T
+            self.skew.bias.view(H, D // n, -1)[:, :, i - j == n // 2] = turn.T.to(self.skew.bias.dtype)
 
     def forward(self, x, embedding, idx, sequence, length, state):
         rates = F.linear(x, precise(self.skew.weight)) * self.gain + precise(self.skew.bias)
@@ -218,7 +218,7 @@ class LearnedPath(nn.Module):
 
 def own_generator(config, layer):
     """For what starts random, so that the numbers of the shared weights stay as they are."""
-    return torch.Generator().manual_seed(scramble(scramble(config.seed & MASK) ^ layer))
+    return torch.Generator().manual_seed(scramble(scramble(config.seed) ^ layer))
 
 
 # ---------------------------------------------------------------- far-mass control

@@ -90,7 +90,8 @@ class TokenShards:
             self.starts.append(self.starts[-1] + count)
         if not len(self):
             raise DataError(f"{directory} has no {split} tokens; prepare it again with another --val_fraction, "
-                            f"{'above' if split == 'val' else 'below'} {self.meta['arguments']['val_fraction']}")
+                            f"{'above' if split == 'val' else 'below'} {self.meta['arguments']['val_fraction']}, and from several "
+                            f"documents, as each is on one side only")
 
     def __len__(self):
         return self.starts[-1]
@@ -310,16 +311,20 @@ def clear(out):
             path.unlink()
 
 
+def amount(size):
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+
+
 def check_disk(needs):
     """Say what will be written, [(directory, bytes)]. DataError if a file system lacks the room."""
-    print("needs about " + " and ".join(f"{size / 1e9:.3g} GB in {path}" for path, size in needs), flush=True)
+    print("needs about " + " and ".join(f"{amount(size)} in {path}" for path, size in needs), flush=True)
     wanted = collections.Counter()                        # per file system
     for path, size in needs:
         place = next(p for p in (Path(path).absolute(), *Path(path).absolute().parents) if p.exists())
         wanted[place.stat().st_dev] += size
-        need, free = wanted[place.stat().st_dev] / 1e9, shutil.disk_usage(place).free / 1e9
+        need, free = wanted[place.stat().st_dev], shutil.disk_usage(place).free
         if free < need:
-            raise DataError(f"{path}: {need:.3g} GB needed, {free:.3g} GB free; make room, or change --out or HF_HOME")
+            raise DataError(f"{path}: {amount(need)} needed, {amount(free)} free; make room, or change --out or HF_HOME")
 
 
 def prepare(args):
@@ -381,7 +386,14 @@ def prepare(args):
         clear(out)
         raise
     seconds, n_tokens = time.time() - started, sum(meta["tokens"].values())
-    print("\n".join(f"{key}: {meta[key]}" for key in ("documents", "tokens", "handled")))
+    for split in SPLITS:
+        print(f"{split}: {counts[split]:,} documents, {meta['tokens'][split]:,} tokens")
+    print("{read:,} documents read; dropped {empty_dropped:,} empty and {short_dropped:,} too short; replaced what is no "
+          "text in {mended:,}; cut a very long run without blanks in {run_cut:,}".format(**meta["handled"]))
+    for split in SPLITS:
+        if not counts[split]:
+            print(f"note: no document is in {split}, and train.py needs both sides. A document is on one side only: give "
+                  f"more of them (a file or a line of .jsonl each), or another --val_fraction")
     print(f"{out} is ready, after {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s with --num_proc={num_proc}")
 
 

@@ -214,13 +214,13 @@ def show_score_gap():
             curves[f"{name}, d = {d}, simulated"] = t, [(x >= s).mean() for s in t / math.sqrt(d)]
     show(f"2. Score gap: of {draws:,} far scores of unit q and k, how many reach t / sqrt(d); and what bounds allow",
          [["d", "t", *drawn, "cap bound", "sharp bound", "Hoeffding"], *rows])
-    return dict(title="2. A mixed score is small", xlabel="t sqrt(d)", ylabel="probability of a far score >= t",
+    return dict(title="2. A mixed score is small", xlabel="score s, in units of 1 / sqrt(d)", ylabel="probability of a far score >= s",
                 xscale="linear"), {
         **curves, "cap and sharp bound": (t, np.exp(-t ** 2 / 2)), "Hoeffding bound": (t, np.exp(-t ** 2 / 4))}
 
 
 def show_far_mass():
-    curves = {"bound": lambda M: far_mass_bound(NEAR, M, LAMBDA),
+    curves = {"lower bound": lambda M: far_mass_bound(NEAR, M, LAMBDA),
               f"bias {SLOPE:.1g}": lambda M: biased_far_mass(NEAR, M, 2 * LAMBDA, SLOPE),
               f"window {WINDOW}": lambda M: far_mass_bound(NEAR, np.minimum(M, WINDOW - NEAR), LAMBDA),
               "log n": lambda M: far_mass_bound(NEAR, M, logn_lambda(LAMBDA, NEAR, M)),

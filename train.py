@@ -37,7 +37,7 @@ KNOBS = (
     ("value_route", "shared", str, "values travel the queries' route (shared) or one of their own (own)"),
     ("data", "data/openwebtext", str, "directory that prepare_data.py wrote"),
     ("out", "", str, "directory of checkpoint and log; empty: out/CONFIG-POS-SEED"),
-    ("seed", 1337, integer(0, 2 ** 63 - 1), "of initial weights, data order, dropout and random steps"),
+    ("seed", 1337, integer(0, 2 ** 32 - 1), "of initial weights, data order, dropout and random steps"),
     ("n_layer", 16, integer(1), "blocks"),
     ("n_head", 8, integer(1), "heads; must divide n_embd"),
     ("n_embd", 768, integer(1), "width"),
@@ -69,7 +69,7 @@ DEMO = dict(data="data/stdlib", n_layer=4, n_head=2, n_embd=128, block_size=256,
 PRESETS = {"paper": {}, "demo": DEMO}
 # What may differ between a checkpoint and the run that resumes it. All else would make it another run.
 FREE_ON_RESUME = {"out", "data", "grad_accum", "stop_at", "eval_interval", "eval_tokens", "log_interval", "device",
-                  "dtype", "compile", "resume", "overwrite", "config"}
+                  "dtype", "compile", "resume", "overwrite"}
 # Dense bf16 peak of one device in FLOP/s, from NVIDIA's data sheets, for MFU.
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "3090": 71e12}
 
@@ -82,17 +82,20 @@ def parse(argv):
     """The settings as a dict with every knob, and the set of those given on the command line."""
     parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      description=__doc__, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--config", choices=PRESETS, default="paper", help="preset that the flags below change (paper)")
+    parser.add_argument("--config", choices=PRESETS, help="preset that the flags below change (paper)")
     for name, default, kind, text in KNOBS:
         optional = dict(nargs="?", const=True, metavar="true|false") if kind is switch else {}
         shown = f"{default!r}" + (f"; demo: {DEMO[name]!r}" if name in DEMO else "")
         parser.add_argument(f"--{name}", type=kind, help=f"{text} ({shown})".replace("%", "%%"), **optional)
     given = vars(parser.parse_args(argv))
-    settings = {name: default for name, default, *_ in KNOBS} | PRESETS[given["config"]] | given
+    preset = given.get("config", "paper")
+    settings = {name: default for name, default, *_ in KNOBS} | {"config": preset} | PRESETS[preset] | given
     for name, legal in (("schedule", ("piecewise", "cosine")), ("device", ("auto", "cuda", "mps", "cpu")),
                         ("dtype", ("auto", "float32", "bfloat16"))):
         if settings[name] not in legal:
             raise UsageError(f"{name}={settings[name]}: use one of {', '.join(legal)}")
+    if settings["eval_tokens"] < settings["block_size"]:
+        raise UsageError(f"eval_tokens={settings['eval_tokens']}: give at least block_size={settings['block_size']}")
     if settings["resume"] and settings["overwrite"]:
         raise UsageError("resume and overwrite exclude each other: leave one out")
     try:
@@ -260,8 +263,8 @@ def clock(seconds):
 # ---------------------------------------------------------------- the run
 
 def resumed_settings(settings, given, checkpoint, path):
-    """A resumed run has the checkpoint's settings. A flag that says otherwise is refused, but for those that cannot
-    change what is computed."""
+    """A resumed run has the checkpoint's settings. A flag that says otherwise is refused, but for those that say where and
+    how the same run is computed. (Of these, dtype changes rounding, and grad_accum dropout's masks.)"""
     old = checkpoint["train"]
     for name in sorted(given - FREE_ON_RESUME):
         if settings[name] != old.get(name):
@@ -327,7 +330,7 @@ def train(settings, given, ranks):
         n_params = sum(p.numel() for p in model.parameters())
         mechanism = sum(p.numel() for name, p in model.named_parameters() if ".position." in name)
         log.write(step=first, run=settings, environment=environment(device, ranks), parameters=n_params)
-        tqdm.write(f"{settings['pos']}: {n_params / 1e6:.2f}M parameters, {mechanism / 1e6:.3f}M of them the mechanism's; "
+        tqdm.write(f"{settings['pos']}: {n_params:,} parameters, {mechanism:,} of them the mechanism's; "
                    f"{device_name(device)} x {ranks.size}, {'bfloat16 autocast' if low else 'float32'}; "
                    f"{settings['out']}{f', resumed at step {first}' if checkpoint else ''}")
 
@@ -367,8 +370,7 @@ def train(settings, given, ranks):
         total, norm, stopping = ranks.sum([loss, norm, float(bool(stop_signals))])
         loss, norm = total / ranks.size, norm / ranks.size
         if not math.isfinite(loss + norm):
-            raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {norm}; stopped before it touched the "
-                                     f"weights. The last checkpoint is kept; try a smaller --lr than {settings['lr']}")
+            raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {norm}; {diverged(path, settings)}")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
@@ -387,10 +389,14 @@ def train(settings, given, ranks):
             logged, started = step, time.perf_counter()
         if step % settings["eval_interval"] == 0 or finished:
             began = time.perf_counter()
-            val = validation_loss(model, held_out, settings, ranks, autocast)
+            if not stopping or step == last:  # who sends a signal may not wait for a validation
+                val = validation_loss(model, held_out, settings, ranks, autocast)
+                if not math.isfinite(val):
+                    raise FloatingPointError(f"step {step}: validation loss {val}; {diverged(path, settings)}")
+                if main:
+                    log.write(step=step, val=val, perplexity=math.exp(min(val, 700)))
+                    tqdm.write(f"step {step:>6}  validation loss {val:.4f}, perplexity {math.exp(min(val, 700)):.3f}")
             if main:
-                log.write(step=step, val=val, perplexity=math.exp(min(val, 700)))
-                tqdm.write(f"step {step:>6}  validation loss {val:.4f}, perplexity {math.exp(min(val, 700)):.3f}")
                 save_checkpoint(path, model, optimizer, step, settings, shards.meta)
             started += time.perf_counter() - began  # the next line's ms are of training alone
         if finished:
@@ -400,7 +406,12 @@ def train(settings, given, ranks):
     if main:
         if step == first and not checkpoint:
             save_checkpoint(path, model, optimizer, step, settings, shards.meta)
-        tqdm.write(f"{path} is at step {step}" + ("; stopped by a signal, go on with --resume" if stop_signals else ""))
+        tqdm.write(f"{path} is at step {step}" + ("; stopped by a signal, go on with --resume" if step < last else ""))
+
+
+def diverged(path, settings):
+    kept = f"{path} keeps an earlier step" if os.path.exists(path) else "no checkpoint had been saved"
+    return f"nothing of it was saved, {kept}; try a smaller --lr than {settings['lr']}"
 
 
 def upgrade(model, source):
