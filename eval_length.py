@@ -23,14 +23,10 @@ import torch
 from tqdm import tqdm
 
 from model import GPT, CheckpointError
-from positional import ConstantRotation
+from positional import ConstantRotation, UsageError
 from prepare_data import DataError, TokenShards, integer
 
 FORWARD_TOKENS = 16_384  # short windows are scored so many tokens at a time
-
-
-class UsageError(ValueError):
-    """A request that cannot be met; one line says what to type instead."""
 
 
 # ---------------------------------------------------------------- what a user would try at evaluation time
@@ -151,7 +147,7 @@ def recall_probe(model, shards, gaps, passages, device, autocast, bar, setup):
         gains, second, control = [], [], []
         for p in range(passages):
             # spread over the split: the passage, the gap's text behind it, and another passage before it
-            start = (len(shards) - gap - 2 * half - 1) * p // max(1, passages)
+            start = (len(shards) - gap - 2 * half - 1) * p // passages
             other, passage = shards.read(start, half), shards.read(start + half, half)
             filler = shards.read(start + 2 * half, gap)
             pair = np.stack([np.concatenate((first, filler, passage)) for first in (passage, other)])
@@ -171,10 +167,11 @@ def recall_probe(model, shards, gaps, passages, device, autocast, bar, setup):
 
 def held_out(data, checkpoint, path):
     """The val split of `data`, or of what the checkpoint was trained on; UsageError if its tokens are of another kind."""
-    shards = TokenShards(data or checkpoint["train"]["data"], "val")
+    data = data or checkpoint["train"]["data"]
+    shards = TokenShards(data, "val")
     for name in ("tokenizer", "vocab_size"):
         if shards.meta[name] != checkpoint["data"][name]:
-            raise UsageError(f"data={data or checkpoint['train']['data']}: {name} is {shards.meta[name]}, {path} was trained with "
+            raise UsageError(f"data={data}: {name} is {shards.meta[name]}, {path} was trained with "
                              f"{checkpoint['data'][name]}")
     return shards
 

@@ -16,12 +16,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attention import Attention, Cache
-from positional import check_position, make_position
+from positional import UsageError, check_position, make_position
 
 
 @dataclass
 class GPTConfig:
-    """What a model is. Every field is checked on creation: ValueError names the option and what is legal."""
+    """What a model is. Every field is checked on creation: UsageError names the option and what is legal."""
     pos: str = "accrot_qkv"       # mechanism: a name of positional.POSITIONS, then any of +alibi +fox +logn
     angles: str = "token"         # where accrot's angles come from: token, table or hidden
     value_route: str = "shared"   # values travel the queries' route, or one of their "own"
@@ -37,13 +37,13 @@ class GPTConfig:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r}: give a whole number from 1")
+                raise UsageError(f"{name}={value!r}: give a whole number from 1")
         if type(self.seed) is not int or not 0 <= self.seed < 2 ** 32:
-            raise ValueError(f"seed={self.seed!r}: give a whole number from 0 to 2^32 - 1")
+            raise UsageError(f"seed={self.seed!r}: give a whole number from 0 to 2^32 - 1")
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout!r}: give a number from 0 to below 1")
+            raise UsageError(f"dropout={self.dropout!r}: give a number from 0 to below 1")
         if self.n_embd % self.n_head:
-            raise ValueError(f"n_head={self.n_head}: must divide n_embd={self.n_embd}")
+            raise UsageError(f"n_head={self.n_head}: must divide n_embd={self.n_embd}")
         check_position(self)
 
     @property
@@ -210,7 +210,7 @@ def read_checkpoint(path):
         raise CheckpointError(f"{path}: its config differs from this code's GPTConfig in: {odd}")
     try:
         GPTConfig(**checkpoint["config"])
-    except ValueError as error:
+    except UsageError as error:
         raise CheckpointError(f"{path}: {error}") from None
     return checkpoint
 

@@ -25,6 +25,10 @@ import torch.nn.functional as F
 from attention import STAY, Blocks, Path, Reflections, Rotation, orthogonal, precise, prefix_product, unit
 
 
+class UsageError(ValueError):
+    """Settings or a request that cannot be met; one line says what to type instead. Ends a program with status 2."""
+
+
 def prefix_sum(steps, start=None, dim=-2):
     """Inclusive running sum along `dim`, in float64; `start` is the sum before the first step, or None.
 
@@ -286,50 +290,50 @@ UPGRADES = {"rope": "accrot_qk", "rope_qkv": "accrot_qkv"}  # equal logits at bi
 
 
 def parse_position(name):
-    """'accrot_qkv+fox' to (kind of step, 'qkv', ('fox',)). ValueError names what is legal."""
+    """'accrot_qkv+fox' to (kind of step, 'qkv', ('fox',)). UsageError names what is legal."""
     base, *suffixes = name.split("+")
     if base == "path_qkv":
-        raise ValueError(f"pos={name}: path's steps shrink, so no common frame brings values along; "
+        raise UsageError(f"pos={name}: path's steps shrink, so no common frame brings values along; "
                          "use pos=path, or reflect_qkv, whose steps are orthogonal")
     if base not in POSITIONS:
-        raise ValueError(f"pos={name}: no mechanism {base!r}; use one of {', '.join(POSITIONS)}, "
+        raise UsageError(f"pos={name}: no mechanism {base!r}; use one of {', '.join(POSITIONS)}, "
                          f"each may be followed by {', '.join('+' + c for c in CONTROLS)}")
     kind, routed, controls = POSITIONS[base]
     for suffix in suffixes:
         if suffix not in CONTROLS:
-            raise ValueError(f"pos={name}: no suffix +{suffix}; use {', '.join('+' + c for c in CONTROLS)}")
+            raise UsageError(f"pos={name}: no suffix +{suffix}; use {', '.join('+' + c for c in CONTROLS)}")
         if suffix in controls:
-            raise ValueError(f"pos={name}: {suffix} is given twice")
+            raise UsageError(f"pos={name}: {suffix} is given twice")
         controls += (suffix,)
     return kind, routed, controls
 
 
 def check_position(config):
-    """ValueError, naming the option, where the settings of config do not fit its mechanism."""
+    """UsageError, naming the option, where the settings of config do not fit its mechanism."""
     kind, routed, _ = parse_position(config.pos)
     if config.angles not in ANGLES:
-        raise ValueError(f"angles={config.angles}: use one of {', '.join(ANGLES)}")
+        raise UsageError(f"angles={config.angles}: use one of {', '.join(ANGLES)}")
     if config.value_route not in VALUE_ROUTES:
-        raise ValueError(f"value_route={config.value_route}: use one of {', '.join(VALUE_ROUTES)}")
+        raise UsageError(f"value_route={config.value_route}: use one of {', '.join(VALUE_ROUTES)}")
     if config.angles != "token" and not issubclass(kind, LearnedRotation):
-        raise ValueError(f"angles={config.angles}: pos={config.pos} learns no angles; use pos=accrot_qk or accrot_qkv")
+        raise UsageError(f"angles={config.angles}: pos={config.pos} learns no angles; use pos=accrot_qk or accrot_qkv")
     if config.value_route == "own" and not (routed == "qkv" and issubclass(kind, RandomRotation)):
-        raise ValueError(f"value_route=own: pos={config.pos} has no value steps to draw apart; "
+        raise UsageError(f"value_route=own: pos={config.pos} has no value steps to draw apart; "
                          "use pos=randrot_qkv or accrot_qkv")
     if issubclass(kind, ConstantRotation) and config.head_dim % 2:
-        raise ValueError(f"n_head={config.n_head}: heads of {config.head_dim} cannot be paired into planes; "
+        raise UsageError(f"n_head={config.n_head}: heads of {config.head_dim} cannot be paired into planes; "
                          f"n_embd/n_head must be even for pos={config.pos}")
     if issubclass(kind, LearnedBlocks) and (kind.n % 2 or config.head_dim % kind.n):
-        raise ValueError(f"n_head={config.n_head}: heads of {config.head_dim} do not split into blocks of {kind.n}; "
+        raise UsageError(f"n_head={config.n_head}: heads of {config.head_dim} do not split into blocks of {kind.n}; "
                          f"LearnedBlocks.n must be even and divide n_embd/n_head for pos={config.pos}")
 
 
 def check_upgrade(old, new):
-    """ValueError unless a model with pos=old, its weights put into pos=new, computes the same at first."""
+    """UsageError unless a model with pos=old, its weights put into pos=new, computes the same at first."""
     base, *suffixes = old.split("+")
     target = "+".join((UPGRADES.get(base, ""), *suffixes))
     if new != target:
-        raise ValueError(f"init_from: a pos={old} checkpoint cannot start pos={new}; possible are "
+        raise UsageError(f"init_from: a pos={old} checkpoint cannot start pos={new}; possible are "
                          + ", ".join(f"{a} to {b}" for a, b in UPGRADES.items()) + ", with the same suffixes")
 
 

@@ -16,9 +16,9 @@ import sys
 import numpy as np
 import torch
 
-from eval_length import (UsageError, check_outputs, column_names, held_out, label_of, layout, lengths_list,
-                         write_whole)
+from eval_length import check_outputs, column_names, held_out, label_of, layout, lengths_list, write_whole
 from model import GPT, CheckpointError
+from positional import UsageError
 from prepare_data import DataError, integer
 
 HEAD_DIM, NEAR, LAMBDA, EPS = 64, 512, 4.0, 0.1  # coordinates; near tokens; half the logit range, nats; "mixed"

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from model import GPT, CheckpointError, GPTConfig, read_checkpoint
-from positional import check_upgrade
+from positional import UsageError, check_upgrade
 from prepare_data import DataError, TokenShards, integer, number, switch
 
 # Every knob: name, default (that of --config=paper), type, what it is. --config=demo changes those under DEMO.
@@ -74,10 +74,6 @@ FREE_ON_RESUME = {"out", "data", "grad_accum", "stop_at", "eval_interval", "eval
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "3090": 71e12}
 
 
-class UsageError(ValueError):
-    """Settings that cannot be; one line says what to type instead. Ends the program with status 2."""
-
-
 def parse(argv):
     """The settings as a dict with every knob, and the set of those given on the command line."""
     parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -98,10 +94,7 @@ def parse(argv):
         raise UsageError(f"eval_tokens={settings['eval_tokens']}: give at least block_size={settings['block_size']}")
     if settings["resume"] and settings["overwrite"]:
         raise UsageError("resume and overwrite exclude each other: leave one out")
-    try:
-        model_config(settings, vocab_size=1)  # impossible models stop before any data is read
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    model_config(settings, vocab_size=1)  # refuses impossible models before any data is read
     settings["out"] = settings["out"] or f"out/{settings['config']}-{settings['pos']}-{settings['seed']}"
     return settings, set(given)
 
@@ -418,10 +411,7 @@ def upgrade(model, source):
     """Start from the weights of another mechanism that the model equals at birth (positional.UPGRADES)."""
     checkpoint = read_checkpoint(source)
     old, new = GPTConfig(**checkpoint["config"]), model.config
-    try:
-        check_upgrade(old.pos, new.pos)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    check_upgrade(old.pos, new.pos)
     for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
         if getattr(old, name) != getattr(new, name):
             raise UsageError(f"init_from={source}: has {name}={getattr(old, name)}, this run {getattr(new, name)}")
