@@ -25,6 +25,7 @@ from tqdm import tqdm
 from model import GPT, CheckpointError
 from positional import ConstantRotation, UsageError
 from prepare_data import DataError, TokenShards, integer
+from train import FREE_ON_RESUME
 
 FORWARD_TOKENS = 16_384  # short windows are scored so many tokens at a time
 
@@ -207,8 +208,8 @@ def evaluate(path, args):
     check_tricks(model, path, args)
     shards = held_out(args.data, checkpoint, path)
     lengths, n_tokens = plan(shards, config.block_size, args.lengths, args.tokens)
-    gaps = [max(1, config.block_size * 2 ** k // 2) for k in range(8)] if args.recall else []
-    gaps = [gap for gap in gaps if gap + config.block_size < len(shards)]
+    gaps = args.gaps or [0, *(config.block_size * 2 ** k // 2 for k in range(8))]
+    gaps = [gap for gap in gaps if gap + config.block_size < len(shards)] if args.recall else []
 
     def setup(length):
         apply_tricks(model, length, args.ntk, args.window, args.logn)
@@ -257,52 +258,81 @@ def protocol(n_tokens, lengths, block_size):
 
 # ---------------------------------------------------------------- showing results
 
-def column_names(results):
-    """Labels; where two are the same, told apart by seed, step or checkpoint, whichever differs."""
+def average(results):
+    """Runs that differ only in their seed become one, its numbers the means; errors are then the standard errors of those
+    means over the runs, None for a single run."""
+    groups = {}
+    for r in results:
+        same = {name: value for name, value in r["train"].items() if name not in {*FREE_ON_RESUME, "seed", "init_from"}}
+        same["init_from"] = bool(r["train"]["init_from"])
+        lengths = [row["length"] for row in r["lengths"]]
+        key = json.dumps([r["label"], r["data"], r["step"], r["targets"], lengths, same], sort_keys=True)
+        groups.setdefault(key, []).append(r)
+    merged = []
+    for runs in groups.values():
+        lengths, recall = ([average_rows(rows) for rows in zip(*(r[kind] for r in runs))] for kind in ("lengths", "recall"))
+        loss = np.mean([r["by_position"]["loss"] for r in runs], axis=0).tolist()
+        merged.append(runs[0] | {"runs": len(runs), "lengths": lengths, "recall": recall,
+                                 "by_position": runs[0]["by_position"] | {"loss": loss}})
+    return merged
+
+
+def average_rows(rows):
+    row = {}
+    for name in [name for name in rows[0] if not name.endswith("_error")]:
+        values = np.array([row[name] for row in rows], float)
+        row[name] = values.mean().item()
+        error = values.std(ddof=1).item() / math.sqrt(len(rows)) if len(rows) > 1 and np.isfinite(values).all() else None
+        row[f"{name}_error"] = error
+    return row
+
+
+def row_names(results):
+    """Labels; where two are the same, told apart by what differs."""
     names = [r["label"] for r in results]
-    for more in ("seed", "step", "checkpoint"):
+    for more in ("block_size", "seed", "step", "parameters", "checkpoint"):
         values = {name: {r[more] for n, r in zip(names, results) if n == name} for name in names}
         names = [f"{n} {more} {r[more]}" if len(values[n]) > 1 else n for n, r in zip(names, results)]
     return names
 
 
 def table(results, kind=""):
-    """Ratios of all ("") or of late ("late_") targets: rows are lengths, columns checkpoints."""
-    def cell(row):
-        return "-" if row is None else with_error(row[f"{kind}ratio"], row[f"{kind}ratio_error"])
-    names = column_names(results)
-    lengths = sorted({row["length"] for r in results for row in r["lengths"]})
-    lines = [["length", *names]]
-    for length in lengths:
-        rows = [next((row for row in r["lengths"] if row["length"] == length), None) for r in results]
-        times = {length / r["block_size"] for r in results}
-        lines.append([f"{length}" + (f" ({times.pop():g}x)" if len(times) == 1 else ""), *map(cell, rows)])
-    bases = [next(row for row in r["lengths"] if row["length"] == r["block_size"]) for r in results]
-    lines.append(["perplexity at 1x", *(f"{row[f'{kind}perplexity']:.3f}" for row in bases)])
-    lines.append(["targets", *(f"{row[f'{kind}targets']:,}" for row in bases)])
-    if not kind:
-        lines.append(["parameters", *(f"{r['parameters']:,}" for r in results)])
+    """One row a result: ratios of all ("") or of late ("late_") targets at each multiple of the training length, then
+    perplexity at the shortest and longest that all have, targets, parameters."""
+    ratio, perplexity = f"{kind}ratio", f"{kind}perplexity"
+    rows = [{row["length"] / r["block_size"]: row for row in r["lengths"]} for r in results]
+    columns = sorted(set().union(*rows))
+    common = max(set(columns).intersection(*rows))
+    lines = [["", *(f"{x:.4g}x" for x in columns), "perplexity at 1x", f"at {common:.4g}x", "targets", "parameters",
+              "runs"]]
+    for name, r, at in zip(row_names(results), results, rows):
+        lines.append([name, *(with_error(at.get(x), ratio) for x in columns), with_error(at[1], perplexity),
+                      with_error(at[common], perplexity), f"{at[1][f'{kind}targets']:,.0f}", f"{r['parameters']:,}",
+                      str(r.get("runs", 1))])
     return layout(lines)
 
 
 def recall_table(results):
-    """Gain in nats per token on the second copy of a passage: rows are gaps, columns checkpoints."""
-    def cell(row):
-        return "-" if row is None else with_error(row["gain"], row["gain_error"])
-    gaps = sorted({row["gap"] for r in results for row in r["recall"]})
-    lines = [["gap", *column_names(results)]]
-    lines += [[str(gap), *(cell(next((row for row in r["recall"] if row["gap"] == gap), None)) for r in results)]
-              for gap in gaps]
-    return layout(lines)
+    """Gain in nats per token on the second copy of a passage: one row a result, one column a gap in tokens."""
+    results = [r for r in results if r["recall"]]
+    rows = [{row["gap"]: row for row in r["recall"]} for r in results]
+    gaps = sorted(set().union(*rows))
+    return layout([["gap", *(f"{gap:,.0f}" for gap in gaps)]] + [
+        [name, *(with_error(at.get(gap), "gain") for gap in gaps)] for name, at in zip(row_names(results), rows)])
 
 
-def with_error(value, error):
-    return f"{value:.3f}" + ("" if error is None else f" ±{error:.3f}")
+def with_error(row, name):
+    if row is None:
+        return "-"
+    error = row.get(f"{name}_error")
+    return f"{row[name]:.3f}" + ("" if error is None else f" ±{error:.3f}")
 
 
 def layout(lines):
+    """Columns aligned: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+    return "\n".join("  ".join([first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(rest, widths[1:]))]).rstrip()
+                     for first, *rest in lines)
 
 
 def plot(results, path):
@@ -315,7 +345,7 @@ def plot(results, path):
     import matplotlib.pyplot as plt
     recall = any(r["recall"] for r in results)
     figure, axes = plt.subplots(1, 2 + recall, figsize=(6 * (2 + recall), 4.5))
-    for name, r in zip(column_names(results), results):
+    for name, r in zip(row_names(results), results):
         rows = [row for row in r["lengths"] if math.isfinite(row["ratio"])]
         axes[0].errorbar([row["length"] for row in rows], [row["ratio"] for row in rows],
                          yerr=[row["ratio_error"] or 0 for row in rows], marker="o", markersize=3, label=name)
@@ -385,8 +415,11 @@ def write_whole(path, text):
     os.replace(f"{path}.tmp", path)
 
 
-def lengths_list(text):
-    return [integer(1)(part) for part in text.split(",")]
+def integers(least):
+    """Type of a flag that takes 'a,b,c', each at least `least`."""
+    def read(text):
+        return [integer(least)(part) for part in text.split(",")]
+    return read
 
 
 def main(argv=None):
@@ -394,7 +427,7 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("inputs", nargs="+", metavar="CKPT", help="checkpoints of train.py, or .json files of earlier results")
-    add("--lengths", type=lengths_list, help="e.g. 512,1024,2048 (default: the training length times 1, 2, 4 ... 128)")
+    add("--lengths", type=integers(1), help="e.g. 512,1024,2048 (default: the training length times 1, 2, 4 ... 128)")
     add("--tokens", type=integer(1), help="targets to score at every length (default: 8 longest windows, or all)")
     add("--data", help="directory of prepare_data.py (default: the one the checkpoint was trained on)")
     add("--json", help="write all results to this file")
@@ -402,8 +435,10 @@ def main(argv=None):
     add("--ntk", action="store_true", help="rescale RoPE's base to each length (rope only)")
     add("--window", type=integer(1), help="a query sees only itself and the WINDOW - 1 keys before it")
     add("--logn", action="store_true", help="scale the logits of queries beyond the training length by ln n")
-    add("--recall", type=integer(0), default=0, metavar="PASSAGES", help="also probe recall over gaps of 0.5 ... 64 "
-        "training lengths, with so many passages (default 0: no probe)")
+    add("--recall", type=integer(0), default=0, metavar="PASSAGES", help="also probe recall, with so many passages "
+        "(default 0: no probe)")
+    add("--gaps", type=integers(0), help="tokens between the copies (default: 0, then 0.5, 1, 2 ... 64 training lengths)")
+    add("--average", action="store_true", help="show runs that differ only in their seed as one: mean ± standard error")
     add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto", help="auto: cuda where there is one, else cpu")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16: autocast (auto: on CUDA only)")
     args = parser.parse_args(argv)
@@ -414,6 +449,7 @@ def main(argv=None):
             results += read_results(path) if path.endswith(".json") else [evaluate(path, args)]
             if args.json:
                 write_whole(args.json, json.dumps(plain(results), indent=1, allow_nan=False) + "\n")
+        results = average(results) if args.average else results
         print("\nperplexity ratio, all targets (below 1: the longer context helps)\n" + table(results))
         print("\nperplexity ratio, late targets\n" + table(results, "late_"))
         if any(r["recall"] for r in results):

@@ -16,7 +16,7 @@ import sys
 import numpy as np
 import torch
 
-from eval_length import check_outputs, column_names, held_out, label_of, layout, lengths_list, write_whole
+from eval_length import check_outputs, held_out, integers, label_of, layout, row_names, write_whole
 from model import GPT, CheckpointError
 from positional import UsageError
 from prepare_data import DataError, integer
@@ -374,7 +374,7 @@ def measure(path, args):
 
 
 def report(results):
-    names = column_names(results)
+    names = row_names(results)
     for name, r in zip(names, results):
         route, last = np.array(r["coherence"]), r["lengths"][-1]                    # (n_layer, H, distances, planes)
         inside = [n <= r["block_size"] for n in r["distances"]]
@@ -404,7 +404,7 @@ def main(argv=None):
     parser.add_argument("--ckpt", nargs="+", action="extend", default=[], help="measure these instead: part 5")
     parser.add_argument("more", nargs="*", metavar="CKPT", help="more checkpoints, after --ckpt=CKPT")
     parser.add_argument("--data", help="directory of prepare_data.py (the one the checkpoint was trained on)")
-    parser.add_argument("--lengths", type=lengths_list, help="e.g. 256,1024 (training length times 1, 2 ... 128)")
+    parser.add_argument("--lengths", type=integers(1), help="e.g. 256,1024 (training length times 1, 2 ... 128)")
     parser.add_argument("--texts", type=integer(1), default=2, help="places of the val split to measure at (2)")
     parser.add_argument("--json", help="write what was measured on the checkpoints to this file")
     args = parser.parse_args(argv)

@@ -1,0 +1,116 @@
+#!/usr/bin/env bash
+# The study of the README, "What we measured": train every row at several seeds, evaluate it, keep what came out.
+#
+#   ./study.sh                        all that is not yet in results/study, one process per core; stop and go on at will
+#   ./study.sh main rope 1            one row: group, name, seed
+#   SEEDS="1 2" PARTS="main" ./study.sh
+#
+# A row ends as results/study/GROUP/NAME-SEED.json (what eval_length.py found) and .log.jsonl (what train.py logged).
+# Needs the .venv of `make demo`; without a C++ compiler it runs uncompiled, a quarter slower.
+set -euo pipefail
+cd "$(dirname "$0")"
+RUN=.venv/bin/python CORES=${CORES:-$(nproc)} KEEP=results/study
+export OMP_NUM_THREADS=1
+COMPILE=$(command -v g++ >/dev/null && echo --compile || true)
+
+LARGE="--n_layer=6 --n_embd=256 --n_head=4 --block_size=512 --eval_interval=300"
+# group | name | flags of train.py that differ from the common ones | evaluations besides the plain one
+ROWS="
+main | rope              | --pos=rope                                  | --window=256 --ntk --logn
+main | accrot_qkv        | --pos=accrot_qkv                            | --logn --window=256
+main | alibi             | --pos=alibi                                 |
+main | fox               | --pos=fox                                   |
+main | accrot_qkv+fox    | --pos=accrot_qkv+fox                        | --logn
+main | accrot_qk         | --pos=accrot_qk                             | --logn
+main | randrot_qk        | --pos=randrot_qk                            | --logn
+main | randrot_qkv       | --pos=randrot_qkv                           | --logn
+main | randrot_qkv-own   | --pos=randrot_qkv --value_route=own         | --logn
+main | rope+fox          | --pos=rope+fox                              | --logn
+main | reflect_qkv       | --pos=reflect_qkv                           | --logn
+main | reflect_qk        | --pos=reflect_qk                            | --logn
+main | orth_qkv          | --pos=orth_qkv                              | --logn
+main | path              | --pos=path                                  | --logn
+main | nope              | --pos=nope                                  | --logn
+main | rope_qkv          | --pos=rope_qkv                              | --logn
+main | accrot_qkv+alibi  | --pos=accrot_qkv+alibi                      |
+main | path+fox          | --pos=path+fox                              |
+main | accrot_qkv+logn   | --pos=accrot_qkv+logn                       |
+main | accrot_qkv-hidden | --pos=accrot_qkv --angles=hidden            | --logn
+main | accrot_qkv-table  | --pos=accrot_qkv --angles=table             | --logn
+main | accrot_qk-hidden  | --pos=accrot_qk --angles=hidden             | --logn
+main | accrot_qk-table   | --pos=accrot_qk --angles=table              | --logn
+main | accrot_qkv-own    | --pos=accrot_qkv --value_route=own          | --logn
+context | accrot_qkv-64   | --pos=accrot_qkv --block_size=64 --batch_size=48  |
+context | accrot_qkv-128  | --pos=accrot_qkv --block_size=128 --batch_size=24 |
+context | accrot_qkv-512  | --pos=accrot_qkv --block_size=512 --batch_size=6  |
+warm | accrot_qk-warm    | --pos=accrot_qk --init_from=rope --max_steps=600      |
+warm | accrot_qkv-warm   | --pos=accrot_qkv --init_from=rope_qkv --max_steps=600 |
+heads | randrot_qk-32    | --pos=randrot_qk --n_head=4                 |
+heads | randrot_qkv-32   | --pos=randrot_qkv --n_head=4                |
+heads | accrot_qk-32     | --pos=accrot_qk --n_head=4                  |
+heads | accrot_qkv-32    | --pos=accrot_qkv --n_head=4                 |
+heads | randrot_qk-128   | --pos=randrot_qk --n_head=1                 |
+heads | randrot_qkv-128  | --pos=randrot_qkv --n_head=1                |
+steps | randrot_qk-2400  | --pos=randrot_qk --max_steps=2400           |
+steps | randrot_qkv-2400 | --pos=randrot_qkv --max_steps=2400          |
+large | rope             | $LARGE --pos=rope                           | --window=512
+large | accrot_qkv       | $LARGE --pos=accrot_qkv                     | --logn
+large | alibi            | $LARGE --pos=alibi                          |
+large | accrot_qkv+fox   | $LARGE --pos=accrot_qkv+fox                 |
+"
+SEEDS=${SEEDS:-1 2 3} PARTS=${PARTS:-main context warm heads steps large}
+
+row() {  # group name seed: train, evaluate, keep
+    local group=$1 name=$2 seed=$3 flags tricks
+    local kept=$KEEP/$group/$name-$seed out=out/study/$group-$name-$seed
+    [ -f "$kept.json" ] && return
+    IFS='|' read -r flags tricks < <(awk -F' *[|] *' -v g="$group" -v n="$name" '$1 == g && $2 == n {print $3 "|" $4}' <<< "$ROWS")
+    [ -n "$flags" ] || { echo "study.sh: no row '$group $name'" >&2; exit 2; }
+    mkdir -p "$out" "$KEEP/$group" "$KEEP/long"
+    local common="--config=demo --data=data/stdlib --max_steps=1200 --dtype=bfloat16 --eval_interval=1200
+                  --log_interval=50 --seed=$seed --resume $COMPILE"
+    if [[ $flags =~ --init_from=([a-z_]+) ]]; then  # first the half of the steps that RoPE takes
+        local before=${BASH_REMATCH[1]}
+        $RUN train.py $common ${flags/--init_from=$before/} --pos=$before --out="$out-before"
+        flags=${flags/--init_from=$before/--init_from=$out-before/ckpt.pt}
+    fi
+    $RUN train.py $common $flags --out="$out"
+    local length=256 tokens=98304 long=$KEEP/long/$name-$seed.json number=0 trick
+    [[ $flags =~ --block_size=([0-9]+) ]] && length=${BASH_REMATCH[1]}
+    [ "$length" = 512 ] && tokens=131072
+    local few="--lengths=$((4 * length)),$((16 * length)),$((128 * length)) --tokens=$tokens"
+    $RUN eval_length.py "$out/ckpt.pt" --lengths=$length,$((2 * length)),$((4 * length)),$((16 * length)),$((64 * length)),$((128 * length)) \
+        --tokens=$tokens --recall=16 --gaps=0,$((length / 2)),$((2 * length)),$((8 * length)) --json="$out/eval0.json"
+    for trick in $tricks; do
+        number=$((number + 1))
+        $RUN eval_length.py "$out/ckpt.pt" $few $trick --json="$out/eval$number.json"
+    done
+    if [ "$group" = main ]; then  # on long documents alone
+        for trick in "" $tricks; do
+            $RUN eval_length.py "$out/ckpt.pt" --data=data/stdlib-long --lengths=$((16 * length)) --tokens=$tokens $trick \
+                --json="$out/long$trick.json"
+        done
+        $RUN eval_length.py "$out"/long*.json --json="$long"
+    fi
+    cp "$out/log.jsonl" "$kept.log.jsonl"
+    $RUN eval_length.py "$out"/eval?.json --json="$out/all.json" && mv "$out/all.json" "$kept.json"
+}
+
+if [ $# = 3 ]; then row "$@"; exit; fi
+[ $# = 0 ] || { echo "usage: ./study.sh [GROUP NAME SEED]" >&2; exit 2; }
+$RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --out=data/stdlib
+$RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --min_doc_tokens=4096 --out=data/stdlib-long
+todo=$(for group in $PARTS; do for seed in $SEEDS; do
+    awk -F' *[|] *' -v g="$group" -v s="$seed" '$1 == g {print g, $2, s}' <<< "$ROWS"
+done; done | while read -r group name seed; do [ -f "$KEEP/$group/$name-$seed.json" ] || echo "$group $name $seed"; done)
+export TOTAL=$(grep -c . <<< "$todo") BEGAN=$(date +%s) COUNT=$(mktemp)
+one() {
+    mkdir -p out/study
+    ./study.sh "$@" > "out/study/$1-$2-$3.txt" 2>&1 && echo "$@" >> "$COUNT" && result=done || result="FAILED, see out/study/$1-$2-$3.txt"
+    finished=$(grep -c . "$COUNT" || true)
+    left=$((TOTAL - finished)) eta=$(( finished ? ($(date +%s) - BEGAN) * (TOTAL - finished) / finished : 0 ))
+    echo "$(date +%H:%M) $* $result; $left of $TOTAL left, about $((eta / 3600)) h $((eta / 60 % 60)) min"
+}
+export -f one
+echo "$TOTAL rows to do, $CORES at a time"
+xargs -r -P "$CORES" -L 1 bash -c 'one "$@"' _ <<< "$todo"
