@@ -291,7 +291,7 @@ def row_names(results):
     """Labels; where two are the same, told apart by what differs."""
     names = [r["label"] for r in results]
     for more in ("block_size", "seed", "step", "parameters", "checkpoint"):
-        values = {name: {r[more] for n, r in zip(names, results) if n == name} for name in names}
+        values = {name: {r.get(more) for n, r in zip(names, results) if n == name} for name in names}
         names = [f"{n} {more} {r[more]}" if len(values[n]) > 1 else n for n, r in zip(names, results)]
     return names
 
@@ -303,7 +303,8 @@ def table(results, kind=""):
     rows = [{row["length"] / r["block_size"]: row for row in r["lengths"]} for r in results]
     columns = sorted(set().union(*rows))
     common = max(set(columns).intersection(*rows))
-    lines = [["", *(f"{x:.4g}x" for x in columns), "perplexity at 1x", f"at {common:.4g}x", "targets", "parameters",
+    trained = {r["block_size"] for r in results}
+    lines = [[f"1x = {trained.pop():,} tokens" if len(trained) == 1 else "", *(f"{x:.4g}x" for x in columns), "perplexity at 1x", f"at {common:.4g}x", "targets", "parameters",
               "runs"]]
     for name, r, at in zip(row_names(results), results, rows):
         lines.append([name, *(with_error(at.get(x), ratio) for x in columns), with_error(at[1], perplexity),

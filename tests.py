@@ -1777,7 +1777,8 @@ def test_tables_show_their_own_kind_and_survive_json(tmp_path, capsys):
     losses[256][np.arange(1024) % 64 < 32] = 2.0                # all: e^0.5 = 1.649, late: 1
     result = result_of(eval_length.summarize(losses, [64, 128, 256], 64))
     every, late = (eval_length.table([result], kind).splitlines() for kind in ("", "late_"))
-    assert "inf" in every[2] and "inf" in late[2] and "1.649" in every[3] and "1.000" in late[3]
+    assert every[1].split()[:5] == ["rope", "1.000", "inf", "1.649", "2.718"]         # 1x, 2x, 4x; perplexity at 1x
+    assert late[1].split()[:5] == ["rope", "1.000", "inf", "1.000", "2.718"]
     eval_length.write_whole(tmp_path / "r.json", json.dumps(eval_length.plain([result]), allow_nan=False))
     assert eval_length.main([str(tmp_path / "r.json")]) == 0
     shown = capsys.readouterr().out.splitlines()
@@ -1786,7 +1787,31 @@ def test_tables_show_their_own_kind_and_survive_json(tmp_path, capsys):
 
 def result_of(rows, **changes):
     return dict(label="rope", seed=1, step=1, checkpoint="c", block_size=64, parameters=5, lengths=rows, recall=[],
+                data="text", targets=1024, train={"pos": "rope", "seed": 1, "out": "here", "init_from": ""},
                 by_position={"first_position": [0], "loss": [1.0], "length": 1}) | changes
+
+
+def test_an_average_is_over_seeds_alone_with_the_standard_error_over_them(tmp_path, capsys):
+    def run(loss, seed, **train):
+        rows = eval_length.summarize({64: np.ones(1024), 128: np.full(1024, loss)}, [64, 128], 64)
+        return result_of(rows, seed=seed, recall=[{"gap": 3, "loss": 1.0, "control_loss": 1.0 + loss, "gain": loss,
+                                                   "gain_error": 9.0}],
+                         by_position={"first_position": [0], "loss": [loss], "length": 128},
+                         train={"pos": "rope", "seed": seed, "out": f"o{seed}", "init_from": "", **train})
+    logs = 1 + np.log([1.0, 2.0, 3.0])                           # ratios 1, 2 and 3: mean 2, error 1 / sqrt 3
+    runs = [run(loss, seed) for seed, loss in enumerate(logs)]
+    mean, alone, other = eval_length.average(runs + [run(1.0, 0, lr=5), run(1.0, 0, init_from="x/ckpt.pt")])
+    assert mean["runs"] == 3 and alone["runs"] == other["runs"] == 1
+    row = mean["lengths"][1]
+    assert row["ratio"] == pytest.approx(2) and row["ratio_error"] == pytest.approx(3 ** -0.5)
+    assert row["perplexity"] == pytest.approx(2 * math.e) and row["perplexity_error"] == pytest.approx(math.e * 3 ** -0.5)
+    assert mean["recall"][0]["gain"] == pytest.approx(logs.mean())
+    assert mean["recall"][0]["gain_error"] == pytest.approx(logs.std(ddof=1) / 3 ** 0.5)
+    assert mean["by_position"]["loss"] == [pytest.approx(logs.mean())]
+    assert alone["lengths"][1]["ratio_error"] is None            # one run says nothing of seeds
+    eval_length.write_whole(tmp_path / "r.json", json.dumps(runs))
+    assert eval_length.main([str(tmp_path / "r.json"), "--average"]) == 0
+    assert "2.000 ±0.577" in capsys.readouterr().out
 
 
 def test_logn_starts_at_the_training_length():
@@ -1858,7 +1883,8 @@ def test_evaluation_from_the_command_line(trained, tmp_path, capsys):
     assert eval_length.main([*trained.values(), *flags]) == 0
     shown = capsys.readouterr().out
     results = json.loads((tmp_path / "r.json").read_text())
-    assert [r["label"] for r in results] == ["rope", "accrot_qkv"] and "256 (8x)" in shown and "recall" in shown
+    assert [r["label"] for r in results] == ["rope", "accrot_qkv"] and "recall" in shown
+    assert "1x = 32 tokens" in shown and " 8x " in shown
     for r in results:
         assert r["targets"] == 2048 and [row["length"] for row in r["lengths"]] == [32, 64, 256]
         assert r["lengths"][0]["ratio"] == 1 and r["lengths"][2]["ratio_error"] > 0 and r["recall"]
