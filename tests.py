@@ -1971,25 +1971,42 @@ def test_theory_mixing_by_hand():
     assert theory.expected_score(np.array([2]), [1j]) == pytest.approx([-1])
 
 
+def simulate_products(head_dim, w, steps, routes, rng):
+    """<x, P x> for a unit x after 1, 2 ... `steps` steps: (routes, steps). w: None for random reflections, else dense
+    SO(d) steps with angles up to w radians (see theory.plane_factor)."""
+    x, scores = np.tile(np.eye(head_dim)[0], (routes, 1)), np.empty((routes, steps))
+    for n in range(steps):
+        if w is None:
+            u = rng.standard_normal(x.shape)
+            x = x - 2 * u * ((u * x).sum(1) / (u * u).sum(1))[:, None]
+        else:
+            basis = np.linalg.qr(rng.standard_normal((*x.shape, head_dim)))[0]      # Haar up to signs
+            z = np.einsum("rji,rj->ri", basis, x)
+            z = (z[:, ::2] + 1j * z[:, 1::2]) * np.exp(1j * rng.uniform(-w, w, (routes, head_dim // 2)))
+            x = np.einsum("rij,rj->ri", basis, np.stack((z.real, z.imag), -1).reshape(x.shape))
+        scores[:, n] = x[:, 0]
+    return scores
+
+
 def test_theory_simulated_routes_shrink_as_their_closed_forms():
     w, few, rng = theory.frequencies(64), 4 ** np.arange(6), np.random.default_rng(11)
     planes = np.stack([np.cos(phase[:, few - 1]) for phase in theory.simulate_phases(w, 1024, 2000, rng)], 1)
     z = [errors_off(planes, theory.plane_factor(w)[:, None] ** few)]
     steps = np.arange(1, 41)
     for d in (4, 16):
-        z.append(errors_off(theory.simulate_products(d, 0.5, 40, 1000, rng), theory.plane_factor(0.5) ** steps))
-        z.append(errors_off(theory.simulate_products(d, None, 40, 1000, rng), theory.reflection_factor(d) ** steps))
+        z.append(errors_off(simulate_products(d, 0.5, 40, 1000, rng), theory.plane_factor(0.5) ** steps))
+        z.append(errors_off(simulate_products(d, None, 40, 1000, rng), theory.reflection_factor(d) ** steps))
     z = np.concatenate(z)
     assert z.max() < limit(z.size)
     # and it can fail: a factor that is off by 2% a step does not pass
-    wrong = theory.simulate_products(16, 0.5, 40, 1000, rng)
+    wrong = simulate_products(16, 0.5, 40, 1000, rng)
     assert errors_off(wrong, (theory.plane_factor(0.5) * 1.02) ** steps).max() > limit(40)
 
 
 def test_theory_simulated_steps_are_orthogonal_and_dense():
     rng = np.random.default_rng(12)
     for w in (0.5, None):
-        scores = theory.simulate_products(6, w, 30, 500, rng)
+        scores = simulate_products(6, w, 30, 500, rng)
         assert np.abs(scores).max() <= 1 + 1e-12 and scores[:, -1].std() == pytest.approx(6 ** -0.5, rel=0.15)
 
 
@@ -2205,7 +2222,7 @@ def test_theory_measurements_equal_a_slow_computation(variant):
             p.data *= 6
     for T, distances in ((9, [1, 4]), (41, [1, 2, 7, 33])):
         ids = tokens(T)
-        got, route = theory.diagnose(model, ids, 3, distances, n_queries=5)
+        got, route, turned = theory.diagnose(model, ids, 3, distances, n_queries=5)
         want, slow_route = slow_statistics(model, ids, 3, torch.linspace(T - 8, T - 1, 5).round().long().tolist(), distances)
         for name in theory.MEASURED:
             assert got[name].shape == (2, 12, 5)
@@ -2216,6 +2233,7 @@ def test_theory_measurements_equal_a_slow_computation(variant):
             assert route.shape == (2, 12, len(distances), 1) and 0 < route.min() and route.max() < 1
         else:
             torch.testing.assert_close(route, slow_route, rtol=1e-4, atol=2e-5)
+        assert len(turned) == (2 if "rot" in variant["pos"] or "rope" in variant["pos"] else 0)
         assert (got["far_mass"] >= got["bound"] * (1 - 1e-6)).all()
         assert (got["far_mass"] >= got["mean_bound"] * (1 - 1e-6)).all()
         assert (got["mean_bound"] >= got["bound"] * (1 - 1e-6)).all()
@@ -2262,13 +2280,22 @@ def test_theory_coherence_of_routes_that_do_not_rotate_planes():
     assert mixing.flatten().tolist() == pytest.approx([(1 - 2 / D) ** n for n in (1, 2, 4, 16)], abs=0.06)
 
 
+def test_theory_reads_steps_off_the_phases():
+    """Token 0 turns plane 0 by 3.0 and token 1 by -3.2, which is 3.08: the mean is in between, through pi; plane 1 by 0.1."""
+    steps = torch.tensor([[0, 0], [3.0, 0.1], [-3.2, 0.1], [3.0, 0.1], [-3.2, 0.1]], dtype=torch.float64)
+    speed, off = theory.turns(positional.Rotation(steps.cumsum(0)[None, None]))
+    half = (2 * math.pi - 6.2) / 2                                                            # 0.0416 on either side
+    torch.testing.assert_close(speed, torch.tensor([[3.0 + half, 0.1]], dtype=torch.float64))
+    torch.testing.assert_close(off, torch.full((1, 4), half / 2 ** 0.5, dtype=torch.float64))
+
+
 def test_theory_memory_grows_with_the_text_and_not_with_its_square():
     """At 24,576 tokens one head's square of float32 would be 2.4 GB; a fresh process stays far below."""
     script = ("import resource, torch; torch.set_num_threads(1); import theory; from model import GPT, GPTConfig\n"
               "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
               "model = GPT(GPTConfig(pos='accrot_qkv', vocab_size=70, block_size=64, n_layer=1, n_head=2, n_embd=16)).eval()\n"
               "model.blocks[0].forward = lambda x, *_: x  # its attention is linear in memory but slow\n"
-              "found, route = theory.diagnose(model, torch.zeros(24_576, dtype=torch.int64), 0, [1, 64, 8192])\n"
+              "found, route, _ = theory.diagnose(model, torch.zeros(24_576, dtype=torch.int64), 0, [1, 64, 8192])\n"
               "assert found['far_mass'].shape == (1, 2, 32) and route.shape == (1, 2, 3, 4)\n"
               "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) // 1024)")
     done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True, timeout=120)
@@ -2298,7 +2325,7 @@ def test_theory_measures_checkpoints(trained, tmp_path, capsys):
     assert [r["label"] for r in results] == ["rope", "accrot_qkv"] and "Far mass" in shown and "layer 1 head 1" in shown
     for r in results:
         assert [row["length"] for row in r["lengths"]] == [32, 50, 256] and r["distances"] == [1, 2, 4, 8, 16, 32, 64, 128]
-        assert np.shape(r["coherence"]) == (2, 2, 8, 8)
+        assert np.shape(r["coherence"]) == (2, 2, 8, 8) and np.shape(r["steps"]["speed"])[::2] == (2, 8)
         for row in r["lengths"]:
             values = {name: np.array(row[name]) for name in theory.MEASURED}
             assert all(v.shape == (2, 2) and np.isfinite(v).all() for v in values.values())
@@ -2306,6 +2333,9 @@ def test_theory_measures_checkpoints(trained, tmp_path, capsys):
             assert (values["far_mass"] > 0).all() == (row["length"] > 32)
             assert ((0 <= values["alignment"]) & (values["alignment"] <= 1 + 1e-6)).all()
     assert np.allclose(results[0]["coherence"], 1, atol=1e-5)                                 # RoPE is rigid
+    assert np.allclose(results[0]["steps"]["speed"], theory.frequencies(16), atol=2e-4)
+    assert max(results[0]["steps"]["turn"].values()) < 1e-3 < max(results[1]["steps"]["turn"].values())
+    assert "mean step of a plane" in shown and "the commonest tokens" in shown
     assert theory.main(["--ckpt", trained["rope"], trained["accrot_qkv"], *flags[:1], f"--json={tmp_path}/again.json", "--texts=3"]) == 0
     assert json.loads((tmp_path / "again.json").read_text()) == results
 

@@ -35,7 +35,7 @@ def frequencies(head_dim):
 def plane_factor(w):
     """c = E[e^(i step)] = sin(w)/w, step ~ Uniform(-w, w) radians. Steps are independent: E[P over n steps] = c^n.
     It is also the factor of a dense SO(d) step that turns d/2 planes of a Haar-random basis by such angles: its law
-    does not change under conjugation, so E[M] = I E[trace M] / d."""
+    does not change under conjugation, so E[M] = I E[trace M] / d. tests.py simulates that, and reflections."""
     return np.sinc(np.asarray(w) / np.pi)
 
 
@@ -59,23 +59,6 @@ def simulate_phases(w, steps, routes, rng):
     """Phases of every plane after 1, 2 ... `steps` steps ~ Uniform(-w_b, w_b), radians: one (routes, steps) a plane."""
     for half_width in w:
         yield rng.uniform(-half_width, half_width, (routes, steps)).cumsum(1)
-
-
-def simulate_products(head_dim, w, steps, routes, rng):
-    """<x, P x> for a unit x after 1, 2 ... `steps` steps: (routes, steps). w: None for random reflections, else dense
-    SO(d) steps with angles up to w radians (see plane_factor)."""
-    x, scores = np.tile(np.eye(head_dim)[0], (routes, 1)), np.empty((routes, steps))
-    for n in range(steps):
-        if w is None:
-            u = rng.standard_normal(x.shape)
-            x = x - 2 * u * ((u * x).sum(1) / (u * u).sum(1))[:, None]
-        else:
-            basis = np.linalg.qr(rng.standard_normal((*x.shape, head_dim)))[0]      # Haar up to signs
-            z = np.einsum("rji,rj->ri", basis, x)
-            z = (z[:, ::2] + 1j * z[:, 1::2]) * np.exp(1j * rng.uniform(-w, w, (routes, head_dim // 2)))
-            x = np.einsum("rij,rj->ri", basis, np.stack((z.real, z.imag), -1).reshape(x.shape))
-        scores[:, n] = x[:, 0]
-    return scores
 
 
 # ---------------------------------------------------------------- 2. score gap
@@ -180,13 +163,11 @@ def show_mixing():
     """Each of these prints the tables of a part; it returns how to label its panel, and the curves {name: (x, y)}."""
     w, few, rng = frequencies(HEAD_DIM), 4 ** np.arange(7), np.random.default_rng(1)
     planes = np.stack([np.cos(phase[:, few - 1]) for phase in simulate_phases(w, few[-1], 500, rng)])
-    cases = [(f"plane {b}, w = {w[b]:.2g}", plane_factor(w[b]), planes[b, :, 3]) for b in (0, 4, 8, 16, 31)]
-    cases += [("dense SO(16), up to 0.5 rad", plane_factor(0.5), simulate_products(16, 0.5, 64, 1000, rng)[:, -1]),
-              ("reflections in R^16", reflection_factor(16), simulate_products(16, None, 64, 1000, rng)[:, -1])]
     show(f"1. Mixing window: steps n until E[P] falls to {EPS}, in a text of any length; and E[P] over 64 steps",
-         [["step", "factor", "n", "closed form", "simulated"]] + [
-             [name, f"{c:.9f}", f"{mixing_window(c):,.0f}", f"{c ** 64:.4f}",
-              f"{x.mean():.4f} ±{x.std(ddof=1) / math.sqrt(len(x)):.4f}"] for name, c, x in cases])
+         [["plane", "w", "factor", "n", "closed form", "simulated"]] + [
+             [b, f"{w[b]:.2g}", f"{c:.9f}", f"{mixing_window(c):,.0f}", f"{c ** 64:.4f}",
+              f"{x.mean():.4f} ±{x.std(ddof=1) / math.sqrt(len(x)):.4f}"]
+             for b, c, x in ((b, plane_factor(w[b]), planes[b, :, 3]) for b in (0, 4, 8, 16, 31))])
     show("Planes of randrot that have mixed. The others keep a far key much as it was",
          [["head_dim", "planes", "within 512", "65,536", "1,048,576"]] + [
              [d, d // 2, *((mixing_window(plane_factor(frequencies(d))) <= n).sum() for n in (512, 2 ** 16, 2 ** 20))]
@@ -329,15 +310,24 @@ def coherence(route, probe, distances):
     return torch.stack(rows, 1)
 
 
+def turns(route):
+    """Steps of a route that rotates planes, read off its phases: the mean step of each plane in radians, (H, D/2), and how
+    far every token but the first turns off that mean, root mean square over planes, (H, T - 1)."""
+    phase = torch.complex(route.cos[0], route.sin[0])                               # (H or 1, T, D/2)
+    step = phase[:, 1:] * phase[:, :-1].conj()
+    mean = step.mean(1, keepdim=True)
+    return mean[:, 0].angle(), (step * mean.conj()).angle().square().mean(-1).sqrt()
+
+
 @torch.inference_mode()
 def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
-    """head_statistics of every layer, {name: (n_layer, H, queries)}, for one text ids (T,), and the coherence of the
-    queries' route (n_layer, H, distances, planes), or [] without distances.
+    """head_statistics of every layer, {name: (n_layer, H, queries)}, for one text ids (T,), the coherence of the queries'
+    route (n_layer, H, distances, planes), or [] without distances, and a list of turns() by layer, [] if planes do not turn.
     The queries are spread over the last half of a training length: the same tokens for any T that ends there."""
     T, block_size = len(ids), model.config.block_size
     late = min(T, max(1, block_size // 2))
     queries = torch.linspace(T - late, T - 1, min(n_queries, late), device=ids.device).round().long()
-    idx, sequence, found, routes = ids[None], torch.tensor([sequence], device=ids.device), [], []
+    idx, sequence, found, routes, turned = ids[None], torch.tensor([sequence], device=ids.device), [], [], []
     embedding = x = model.embed(idx)
     for block in model.blocks:
         attention, normed = block.attention, block.norm_1(x)
@@ -345,8 +335,11 @@ def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
         found.append(head_statistics(attention, frame, normed, queries, block_size))
         if len(distances):
             routes.append(coherence(frame.qk, normed.unflatten(2, (attention.n_head, -1)).transpose(1, 2), distances))
+        if hasattr(frame.qk, "cos"):
+            turned.append(turns(frame.qk))
         x = block(x, embedding, idx, sequence)
-    return {name: torch.stack([layer[name] for layer in found]) for name in MEASURED}, routes and torch.stack(routes)
+    return ({name: torch.stack([layer[name] for layer in found]) for name in MEASURED}, routes and torch.stack(routes),
+            turned)
 
 
 def measure(path, args):
@@ -366,11 +359,22 @@ def measure(path, args):
         ends = enumerate(np.linspace(longest, len(shards), args.texts).astype(int).tolist())
         looks = [diagnose(model, torch.from_numpy(shards.read(end - length, length)).to(model.head.weight.device), n,
                           distances if length == longest else ()) for n, end in ends]
-        rows.append({"length": length} | {name: torch.cat([found[name] for found, _ in looks], -1).mean(-1).tolist()
+        rows.append({"length": length} | {name: rounded(torch.cat([found[name] for found, *_ in looks], -1).mean(-1))
                                           for name in MEASURED})                    # (n_layer, H), means over queries
+    steps = None
+    if looks[-1][2]:                                                                # of the last text, at the longest length
+        speed, off = (torch.stack(part) for part in zip(*looks[-1][2]))             # (n_layer, H, planes), (..., T - 1)
+        ids = torch.from_numpy(shards.read(len(shards) - longest, longest))[1:]
+        common = ids.bincount().topk(min(24, len(ids.unique()))).indices.tolist()
+        steps = {"speed": rounded(speed), "turn": {str(i): rounded(off[..., ids == i].mean()) for i in common}}
     return {"label": label_of(config, args), "checkpoint": path, "seed": config.seed, "step": trained["step"],
             "block_size": block_size, "data": shards.meta["source"], "texts": args.texts, "lengths": rows,
-            "distances": distances, "coherence": torch.stack([route for _, route in looks]).mean(0).tolist()}
+            "distances": distances, "coherence": rounded(torch.stack([route for _, route, _ in looks]).mean(0)),
+            "steps": steps, "bytes": shards.meta["tokenizer"] == "bytes"}
+
+
+def rounded(x):
+    return x.double().round(decimals=6).tolist()
 
 
 def report(results):
@@ -388,6 +392,14 @@ def report(results):
         show(f"{name}: coherence of the route against distance, mean of heads",
              [["distance", *(f"plane {b}" for b in planes)]] + [
                  [n, *(f"{x:.2f}" for x in at[planes])] for n, at in zip(r["distances"], route.mean((0, 1)))])
+        if r["steps"]:
+            speed, turn = np.array(r["steps"]["speed"]).mean((0, 1)), r["steps"]["turn"]
+            show(f"{name}: mean step of a plane, radians, over layers and heads, beside RoPE's",
+                 [["plane", *map(str, planes)], ["step", *(f"{x:.2g}" for x in speed[planes])],
+                  ["RoPE", *(f"{x:.2g}" for x in frequencies(2 * len(speed))[planes])]])
+            print("the commonest tokens, by how far they turn off it, rms radians: " + ", ".join(
+                f"{chr(int(i))!r} {x:.2f}" if r["bytes"] else f"{i} {x:.2f}"
+                for i, x in sorted(turn.items(), key=lambda item: -item[1])))
     rows = [["length", *names]]
     for length in sorted({x["length"] for r in results for x in r["lengths"]}):
         found = [[np.mean(x[key]) for x in r["lengths"] if x["length"] == length for key in MEASURED[:3]]
