@@ -2310,7 +2310,7 @@ def test_theory_prints_the_same_every_time_and_draws_if_it_can(tmp_path, capsys,
     assert theory.main([f"--plot={tmp_path}/p.png"]) == 0
     tables, picture = capsys.readouterr().out.split("picture: ")
     assert picture.strip() == f"{tmp_path}/p.png" and (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-    for word in ("1. Mixing window", "2. Score gap", "3. Far mass", "4. Values", "776,903,230", "1,526"):
+    for word in ("1. Slow planes", "2. A mixed score", "3. Far mass", "4. Length of far", "776,903,230", "1,526"):
         assert word in tables.replace("1.53e+06", "1,526")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert theory.main([f"--plot={tmp_path}/none.png"]) == 0

@@ -153,92 +153,80 @@ def crossing(near, lam, norm):
     return min(M[M * norm(M) >= near * math.exp(2 * lam)], default=math.inf)
 
 
-# ---------------------------------------------------------------- parts 1 to 4 in tables and four panels
+# ---------------------------------------------------------------- parts 1 to 4: each a panel, and a table of its curves
 
 def show(title, rows):
     print(f"\n{title}\n{layout([[cell if isinstance(cell, str) else f'{cell:,}' for cell in row] for row in rows])}")
 
 
-def show_mixing():
-    """Each of these prints the tables of a part; it returns how to label its panel, and the curves {name: (x, y)}."""
+def mixing():
+    """Each of these returns the labels of its panel, the x of its table, and its curves: {name: function of x}, or
+    {name: (x, y)} for what was simulated."""
     w, few, rng = frequencies(HEAD_DIM), 4 ** np.arange(7), np.random.default_rng(1)
     planes = np.stack([np.cos(phase[:, few - 1]) for phase in simulate_phases(w, few[-1], 500, rng)])
-    show(f"1. Mixing window: steps n until E[P] falls to {EPS}, in a text of any length; and E[P] over 64 steps",
+    show(f"Mixing window: steps n until E[P] falls to {EPS}, in a text of any length; and E[P] over 64 steps",
          [["plane", "w", "factor", "n", "closed form", "simulated"]] + [
-             [b, f"{w[b]:.2g}", f"{c:.9f}", f"{mixing_window(c):,.0f}", f"{c ** 64:.4f}",
-              f"{x.mean():.4f} ±{x.std(ddof=1) / math.sqrt(len(x)):.4f}"]
-             for b, c, x in ((b, plane_factor(w[b]), planes[b, :, 3]) for b in (0, 4, 8, 16, 31))])
+             [b, f"{w[b]:.2g}", f"{plane_factor(w[b]):.9f}", f"{mixing_window(plane_factor(w[b])):,.0f}",
+              f"{plane_factor(w[b]) ** 64:.4f}", f"{x.mean():.4f} ±{x.std(ddof=1) / math.sqrt(len(x)):.4f}"]
+             for b, x in ((b, planes[b, :, 3]) for b in (0, 4, 8, 16, 31))])
     show("Planes of randrot that have mixed. The others keep a far key much as it was",
          [["head_dim", "planes", "within 512", "65,536", "1,048,576"]] + [
              [d, d // 2, *((mixing_window(plane_factor(frequencies(d))) <= n).sum() for n in (512, 2 ** 16, 2 ** 20))]
              for d in (64, 96, 128)])
     kinds = {"RoPE": np.exp(1j * w), "randrot": plane_factor(w), "every plane w = 1": plane_factor([1.0]),
              "reflections": [reflection_factor(HEAD_DIM)]}
-    show("Expected score <q, P q> of a unit q, even over the planes, against distance", [["distance", *kinds]] + [
-        [n, *(f"{expected_score(n, f):.3f}" for f in kinds.values())] for n in 16 ** np.arange(6)])
-    distances = np.unique(np.geomspace(1, 1e6, 200).round())
     return dict(title="1. Slow planes do not mix", xlabel="distance (tokens)", ylabel="expected score of q and q",
-                yscale="linear", ylim=(-0.3, 1.05)), {
-        **{name: (distances, expected_score(distances, f)) for name, f in kinds.items()},
+                yscale="linear", ylim=(-0.3, 1.05)), 16 ** np.arange(6), {
+        **{name: lambda n, factor=factor: expected_score(n, factor) for name, factor in kinds.items()},
         "randrot, simulated": (few, planes.mean((0, 1)))}
 
 
-def show_score_gap():
-    draws, rng, rows, curves, t = 100_000, np.random.default_rng(2), [], {}, np.linspace(0, 4, 41)
-    for d in (16, 32, 64, 128, 256):
-        drawn, weights = simulate_scores(d, draws, rng), np.full(d // 2, 2 / d)
-        for s in np.arange(1, 4) / math.sqrt(d):
-            bounds = cap_bound(s, d), phase_bound(s, weights), hoeffding_bound(s, weights)
-            rows.append([d, f"{s * math.sqrt(d):.0f}", *((x >= s).sum() for x in drawn.values()),
-                         *(f"{draws * bound:,.0f}" for bound in bounds)])
-        for name, x in drawn.items() if d in (16, 256) else ():
-            curves[f"{name}, d = {d}, simulated"] = t, [(x >= s).mean() for s in t / math.sqrt(d)]
-    show(f"2. Score gap: of {draws:,} far scores of unit q and k, how many reach t / sqrt(d); and what bounds allow",
-         [["d", "t", *drawn, "cap bound", "sharp bound", "Hoeffding"], *rows])
-    return dict(title="2. A mixed score is small", xlabel="score s, in units of 1 / sqrt(d)", ylabel="probability of a far score >= s",
-                xscale="linear"), {
-        **curves, "cap and sharp bound": (t, np.exp(-t ** 2 / 2)), "Hoeffding bound": (t, np.exp(-t ** 2 / 4))}
+def score_gap(draws=100_000):
+    rng, t, weights, curves = np.random.default_rng(2), np.linspace(0, 4, 41), np.full(HEAD_DIM // 2, 2 / HEAD_DIM), {}
+    for d in (16, 256):
+        for name, x in simulate_scores(d, draws, rng).items():
+            curves[f"{name}, d = {d}, simulated"] = t, np.array([(x >= s).mean() for s in t / math.sqrt(d)])
+    return dict(title="2. A mixed score is small", xlabel="score s, in units of 1 / sqrt(d)",
+                ylabel="probability of a far score >= s", xscale="linear", xlim=(0, 4)), np.arange(1, 5), {
+        **curves, "cap bound": lambda t: cap_bound(t / math.sqrt(HEAD_DIM), HEAD_DIM),
+        "sharp bound": lambda t: phase_bound(t / math.sqrt(HEAD_DIM), weights),
+        "Hoeffding bound": lambda t: hoeffding_bound(t / math.sqrt(HEAD_DIM), weights)}
 
 
-def show_far_mass():
-    curves = {"lower bound": lambda M: far_mass_bound(NEAR, M, LAMBDA),
-              f"bias {SLOPE:.1g}": lambda M: biased_far_mass(NEAR, M, 2 * LAMBDA, SLOPE),
-              f"window {WINDOW}": lambda M: far_mass_bound(NEAR, np.minimum(M, WINDOW - NEAR), LAMBDA),
-              "log n": lambda M: far_mass_bound(NEAR, M, logn_lambda(LAMBDA, NEAR, M)),
-              "log n from ±2": lambda M: far_mass_bound(NEAR, M, logn_lambda(2, NEAR, M))}
-    rng, grid, counts = np.random.default_rng(3), np.geomspace(1, 1e6, 200), [2 ** k for k in range(9, 20)] + [10 ** 6]
-    drawn = [far_mass(*(rng.uniform(-LAMBDA, LAMBDA, n) for n in (NEAR, M))) for M in counts]
-    worst = [far_mass(np.full(NEAR, LAMBDA), np.full(M, -LAMBDA)) for M in counts]
-    show(f"3. Far mass beside {NEAR} near keys, logits within ±{LAMBDA:g}: drawn uniformly; then near keys on top",
-         [["M", "uniform", "worst case", *curves]] + [
-             [M, f"{a:.4f}", f"{b:.5f}", *(f"{f(M):.5f}" for f in curves.values())]
-             for M, a, b in zip(counts, drawn, worst)])
-    print(f"The bias holds far mass to {biased_far_mass(NEAR, math.inf, 0, SLOPE):.3f} if contents are alike, and to "
-          f"{biased_far_mass(NEAR, math.inf, -2 * LAMBDA, SLOPE):.4f} if far ones lead by {2 * LAMBDA:g} nats.")
-    return dict(title="3. Far mass tends to 1 unless something holds it", xlabel="far tokens M", ylabel="far mass"), {
-        **{name: (grid, f(grid)) for name, f in curves.items()}, "uniform, simulated": (counts, drawn)}
+def far_tokens():
+    rng, counts = np.random.default_rng(3), np.array([2 ** k for k in range(9, 20)] + [10 ** 6])
+    drawn = np.array([far_mass(*(rng.uniform(-LAMBDA, LAMBDA, n) for n in (NEAR, M))) for M in counts])
+    print(f"\nA bias of {SLOPE:.1g} a token holds far mass to {biased_far_mass(NEAR, math.inf, 0, SLOPE):.3f} if contents are "
+          f"alike, and to {biased_far_mass(NEAR, math.inf, -2 * LAMBDA, SLOPE):.4f} if far ones lead by {2 * LAMBDA:g} nats.")
+    return dict(title=f"3. Far mass beside {NEAR} near keys, logits within ±{LAMBDA:g}", xlabel="far tokens M",
+                ylabel="far mass"), counts[::4], {
+        "lower bound": lambda M: far_mass_bound(NEAR, M, LAMBDA),
+        f"bias {SLOPE:.1g}": lambda M: biased_far_mass(NEAR, M, 2 * LAMBDA, SLOPE),
+        f"window {WINDOW}": lambda M: far_mass_bound(NEAR, np.minimum(M, WINDOW - NEAR), LAMBDA),
+        "log n": lambda M: far_mass_bound(NEAR, M, logn_lambda(LAMBDA, NEAR, M)),
+        "log n from ±2": lambda M: far_mass_bound(NEAR, M, logn_lambda(2, NEAR, M)), "uniform, simulated": (counts, drawn)}
 
 
-def show_values():
-    w, norms = frequencies(HEAD_DIM), relative_norms(HEAD_DIM)
-    few, many, grid = 4 ** np.arange(6), 4.0 ** np.arange(11), np.geomspace(1, 1e7, 200)
-    phases = simulate_phases(w, few[-1], 1000, np.random.default_rng(4))
+def far_values():
+    few, norms, rng = 4 ** np.arange(6), relative_norms(HEAD_DIM), np.random.default_rng(4)
+    phases = simulate_phases(frequencies(HEAD_DIM), few[-1], 1000, rng)
     power = np.mean([np.abs(np.exp(1j * phase).cumsum(1)[:, few - 1]) ** 2 for phase in phases], (0, 1))
-    columns = [[f"{R:.4f}" for R in norm(many)] for norm in norms.values()]
-    columns.append([f"{R:.4f}" for R in np.sqrt(power) / few] + [""] * (len(many) - len(few)))
-    show("4. Values: length of the far tokens' common part after the route, over its length without (R)",
-         [["M", *norms, "randrot, simulated"], *([f"{M:,.0f}", *row] for M, *row in zip(many, *columns)),
-          ["outweighs the signal at", *(f"{crossing(NEAR, LAMBDA, norm):,.3g}" for norm in norms.values()), ""]])
-    print("Weights that follow scores r cos(theta) on the same route leave an R of I_1(r)/I_0(r) at any M: "
+    print("\nFar values outweigh the near signal from M = "
+          + ", ".join(f"{crossing(NEAR, LAMBDA, norm):,.3g} ({name})" for name, norm in norms.items()))
+    print("Weights that follow scores r cos(theta) on the same route leave I_1(r)/I_0(r) of their common part at any M: "
           + ", ".join(f"{tilt(r):.2f} at r = {r:g}" for r in (0.25, 0.5, 1, 2)))
-    rho = far_mass_bound(NEAR, grid, LAMBDA)
-    return dict(title="4. What the far values add up to", xlabel="far tokens M", ylabel="length of the contribution"), {
-        **{name: (grid, rho * norm(grid)) for name, norm in norms.items()}, "near signal, bound": (grid, 1 - rho)}
+    return dict(title="4. Length of far values' common part after the route, over before", xlabel="far tokens M",
+                ylabel="R"), 4.0 ** np.arange(0, 12, 2), {**norms, "randrot, simulated": (few, np.sqrt(power) / few)}
 
 
 def argument(path):
     """Print parts 1 to 4, and draw them to `path` if matplotlib is there."""
-    panels = [part() for part in (show_mixing, show_score_gap, show_far_mass, show_values)]
+    panels = []
+    for labels, at, curves in (part() for part in (mixing, score_gap, far_tokens, far_values)):
+        columns = [[f"{y:.5f}" for y in curve(at)] if callable(curve) else
+                   [f"{curve[1][curve[0] == x][0]:.5f}" if x in curve[0] else "" for x in at] for curve in curves.values()]
+        show(labels["title"], [[labels["xlabel"], *curves], *([f"{x:,.0f}", *row] for x, *row in zip(at, *columns))])
+        panels.append((labels, curves))
     try:
         import matplotlib
     except ImportError:
@@ -247,8 +235,11 @@ def argument(path):
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(2, 2, figsize=(13, 9), layout="constrained")
     for axis, (labels, curves) in zip(axes.flat, panels):
-        for name, (x, y) in curves.items():
-            axis.plot(x, y, "." if "simulated" in name else "--" if "bound" in name else "-", label=name)
+        linear = labels.get("xscale") == "linear"
+        grid = np.linspace(*labels["xlim"], 41) if linear else np.geomspace(1, 1e6, 200)
+        for name, curve in curves.items():
+            axis.plot(*((grid, curve(grid)) if callable(curve) else curve),
+                      "--" if "bound" in name else "-" if callable(curve) else ".", label=name)
         axis.set(**{"xscale": "log", "yscale": "log", "ylim": (1e-5, 1.5)} | labels)
         axis.grid(alpha=0.2)
         axis.legend(fontsize=8)
