@@ -2289,6 +2289,13 @@ def test_theory_reads_steps_off_the_phases():
     torch.testing.assert_close(off, torch.full((1, 4), half / 2 ** 0.5, dtype=torch.float64))
 
 
+def test_theory_window_is_where_coherence_is_one_over_e():
+    distances = [1, 2, 4, 8, 16]
+    for true in (0.5, 3.0, 7.9):
+        assert theory.window(distances, [math.exp(-n / true) for n in distances]) == pytest.approx(true)
+    assert theory.window(distances, [0.9, 0.8, 0.7, 0.6, 0.5]) is None
+
+
 def test_theory_memory_grows_with_the_text_and_not_with_its_square():
     """At 24,576 tokens one head's square of float32 would be 2.4 GB; a fresh process stays far below."""
     script = ("import resource, torch; torch.set_num_threads(1); import theory; from model import GPT, GPTConfig\n"

@@ -352,7 +352,7 @@ def measure(path, args):
                           distances if length == longest else ()) for n, end in ends]
         rows.append({"length": length} | {name: rounded(torch.cat([found[name] for found, *_ in looks], -1).mean(-1))
                                           for name in MEASURED})                    # (n_layer, H), means over queries
-    steps = None
+    route, steps = torch.stack([route for _, route, _ in looks]).mean(0), None
     if looks[-1][2]:                                                                # of the last text, at the longest length
         speed, off = (torch.stack(part) for part in zip(*looks[-1][2]))             # (n_layer, H, planes), (..., T - 1)
         ids = torch.from_numpy(shards.read(len(shards) - longest, longest))[1:]
@@ -360,8 +360,15 @@ def measure(path, args):
         steps = {"speed": rounded(speed), "turn": {str(i): rounded(off[..., ids == i].mean()) for i in common}}
     return {"label": label_of(config, args), "checkpoint": path, "seed": config.seed, "step": trained["step"],
             "block_size": block_size, "data": shards.meta["source"], "texts": args.texts, "lengths": rows,
-            "distances": distances, "coherence": rounded(torch.stack([route for _, route, _ in looks]).mean(0)),
+            "distances": distances, "coherence": rounded(route), "window": window(distances, route.mean((0, 1, 3)).tolist()),
             "steps": steps, "bytes": shards.meta["tokenizer"] == "bytes"}
+
+
+def window(distances, coherence):
+    """Tokens until a measured coherence has fallen to 1/e, log-linear between distances; None if it has not."""
+    for m, a, n, b in zip([0, *distances], [1, *coherence], distances, coherence):
+        if b <= 1 / math.e:
+            return m + (n - m) * (1 + math.log(a)) / math.log(a / b)
 
 
 def rounded(x):
@@ -380,7 +387,8 @@ def report(results):
         show(f"{name} ({r['checkpoint']}): mean of heads at each length; then each head at the last, with its planes\n"
              f"that mix within {r['block_size']} tokens, of {route.shape[-1]}", rows)
         planes = np.unique(np.linspace(0, route.shape[-1] - 1, 9).astype(int))
-        show(f"{name}: coherence of the route against distance, mean of heads",
+        show(f"{name}: coherence of the route against distance, mean of heads; of all planes it is 1/e after "
+             + (f"{r['window']:.0f} tokens" if r["window"] else f"more than {r['distances'][-1]:,} tokens"),
              [["distance", *(f"plane {b}" for b in planes)]] + [
                  [n, *(f"{x:.2f}" for x in at[planes])] for n, at in zip(r["distances"], route.mean((0, 1)))])
         if r["steps"]:
