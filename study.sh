@@ -5,7 +5,8 @@
 #   ./study.sh main rope 1            one row: group, name, seed
 #   SEEDS="1 2" PARTS="main" ./study.sh   some of it (the parts steps and large have seed 1 only)
 #
-# A row ends as results/study/GROUP/NAME-SEED.json (what eval_length.py found) and .log.jsonl (what train.py logged).
+# A row ends as results/study/GROUP/NAME-SEED.json (what eval_length.py found), .log.jsonl (what train.py logged) and,
+# where steps are random or learned, .theory.json (what theory.py measured).
 # Needs the .venv of `make demo`; without a C++ compiler it runs uncompiled, a quarter slower.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -86,6 +87,9 @@ row() {  # group name seed: train, evaluate, keep
                 --json="$out/long$trick.json"
         done
         $RUN eval_length.py "$out"/long*.json --json="$long"
+    fi
+    if [[ $name =~ rot|orth|reflect ]]; then  # how far its routes reach, and what its steps are
+        $RUN theory.py --ckpt="$out/ckpt.pt" --lengths=$length,$((16 * length)) --json="$kept.theory.json"
     fi
     cp "$out/log.jsonl" "$kept.log.jsonl"
     $RUN eval_length.py "$out"/eval?.json --json="$out/all.json" && mv "$out/all.json" "$kept.json"
