@@ -134,17 +134,21 @@ class GPT(nn.Module):
         aligned (targets[b, t] follows idx[b, t]; nothing is shifted here): None, and the mean loss in nats, or the loss
         of every token (B, T) with reduction="none". `sequence`: (B,) int64, which random steps randrot takes
         (0 ... B-1 if not given). `caches`: one attention.Cache a layer, for decoding."""
+        x = self.hidden(idx, sequence, caches)
+        if targets is None:
+            return self.head(x), None
+        losses = self.losses(x.flatten(0, 1), targets.flatten())
+        return None, losses.view(targets.shape) if reduction == "none" else losses.mean()
+
+    def hidden(self, idx, sequence=None, caches=None):
+        """What the head reads, (B, T, C); arguments as in forward."""
         if sequence is None:
             sequence = torch.arange(idx.size(0), device=idx.device)
         embedding = self.embed(idx)                                                           # (B, T, C)
         x = self.drop(embedding)
         for layer, block in enumerate(self.blocks):
             x = block(x, embedding, idx, sequence, caches and caches[layer])
-        x = self.norm(x)
-        if targets is None:
-            return self.head(x), None
-        losses = self.losses(x.flatten(0, 1), targets.flatten())
-        return None, losses.view(targets.shape) if reduction == "none" else losses.mean()
+        return self.norm(x)
 
     def losses(self, x, targets):
         """Cross entropy of every row of x (N, C) against targets (N,), in float32 or better. 65,536 x 50,304 logits would
@@ -167,7 +171,8 @@ class GPT(nn.Module):
         caches = [Cache(idx.size(1) + max_new_tokens) for _ in self.blocks]
         new = idx
         for _ in range(max_new_tokens):
-            logits = self(new, caches=caches)[0][:, -1, :self.config.vocab_size].float()      # padding is never sampled
+            logits = self.head(self.hidden(new, caches=caches)[:, -1])                        # not of the whole prompt
+            logits = logits[:, :self.config.vocab_size].float()                               # padding is never sampled
             if top_k is not None:
                 least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < least, float("-inf"))
