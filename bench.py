@@ -1,16 +1,15 @@
 """How fast is each mechanism, how much memory does it take, what bounds it? Always beside rope, in one run.
 
     python bench.py                                            # a training step at the paper's size, float32 and bfloat16
-    python bench.py --train= --eval=512,16384                  # evaluation: a loss for every token, as eval_length.py does
-    python bench.py --train= --generate=512,8192               # 8 tokens, one after another, with so many in the cache
+    python bench.py --train= --eval=512,16384                  # a loss for every token, as eval_length.py wants it
+    python bench.py --train= --generate=512,8192               # 8 tokens one after another, so many being cached
     python bench.py --against=../nanoGPT/model.py --pos=rope   # another model.py in the same turns
-    python bench.py --profile --pos=accrot_qkv                 # where the time of one turn goes
 
-Cases take turns, in one order and the other, so that a slow minute hits all alike. A time is the median over turns; a
-ratio the median over turns of time / the first case's time in that turn; ± is half the distance between quartiles. A large
-matrix product takes its turn too: MFU is the arithmetic that the model needs (flops_per_token, with the half of the context
-that causal attention sees) over what the product would do in that time. Memory is the peak of a turn above what was held
-before it: so without weights and moments. Cases share their weights, and thus all fit.
+Cases take turns, in one order and the other, so that a slow minute hits all alike. A time is the median over turns, a
+ratio that of time / the first case's time in the same turn; ± is half the distance between quartiles. A large matrix
+product takes turns too: MFU is the arithmetic that the model needs (flops_per_token, of half the context, as attention is
+causal) over what the product does in that time. Memory is a turn's peak above what was held before: not weights, not
+moments. Cases share their weights, so that all fit.
 """
 import argparse
 import importlib
@@ -39,7 +38,7 @@ NEW = 8  # tokens that a turn of --generate makes: the cache grows little
 
 
 class Case:
-    """A model under a name. Each method returns what one turn does."""
+    """A model under a name. Each method is what one turn does."""
     def __init__(self, name, model, device, first=None):
         self.name, self.model, mine = name, model.to(device), dict(model.named_parameters())
         for key, p in first.model.named_parameters() if first else ():
@@ -256,8 +255,7 @@ def main(argv=None):
     add("--train", type=lengths, default=[512], help="lengths of training steps (512; empty: none)")
     add("--eval", type=lengths, default=[], help="lengths to evaluate at, e.g. 512,16384")
     add("--generate", type=lengths, default=[], help="tokens in the cache when generating")
-    add("--batch_size", type=integer(1), default=2, help="sequences of a training step; evaluation: as many times 512 "
-        "tokens, at least one sequence (2)")
+    add("--batch_size", type=integer(1), default=2, help="sequences of a training step; 512 times as many tokens to evaluate (2)")
     add("--dtype", default="float32,bfloat16", help="float32, bfloat16 (autocast), or both (%(default)s)")
     add("--compile", action="store_true", help="train each mechanism compiled too")
     add("--against", help="path of another nanoGPT-style model.py to train in the same turns")
@@ -266,8 +264,7 @@ def main(argv=None):
     add("--profile", action="store_true", help="say where the time of one turn goes instead")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda where there is one, else cpu")
     add("--threads", type=integer(1), help="of the CPU (default: one a core)")
-    add("--cpu_time", action="store_true", help="count the seconds that the CPU gave to this process, not the clock's: "
-        "where others use it too; with --threads=1")
+    add("--cpu_time", action="store_true", help="seconds that the CPU gave us, where others use it too; with --threads=1")
     add("--json", help="write all numbers to this file")
     add("--plot", help="fit and draw time against the lengths of --eval (needs matplotlib)")
     args = parser.parse_args(argv)

@@ -83,7 +83,8 @@ class ConstantRotation(nn.Module):
         phase = prefix_sum(self.steps(x, embedding, idx, sequence, length), state)
         state = phase[..., -1:, :]
         # Wrap while still in float64: in [-pi, pi] a float32 phase is good to 2e-7 rad however long the route.
-        phase = (phase - 2 * math.pi * (phase / (2 * math.pi)).round()).to(x.device, x.dtype)
+        turns = (phase.detach() / (2 * math.pi)).round()  # a constant: autograd would pass zeros through it
+        phase = (phase - 2 * math.pi * turns).to(x.device, x.dtype)
         rotations = [Rotation(p) for p in phase]
         return rotations[0], rotations[-1] if self.routed == "qkv" else STAY, state
 
