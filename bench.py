@@ -20,6 +20,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ def build(args, device):
         pos, _, angles = name.partition(":")
         config = own.GPTConfig(pos=pos, angles=angles or "token", dropout=0.0, **size)
         for label in [name] + [f"{name} compiled"] * args.compile:
-            cases.append(Case(label, own.GPT(config), device, cases[0] if cases else None))
+            cases.append(Case(label, own.GPT(config), device, *cases[:1]))
             if label != name:
                 cases[-1].model.compile(fullgraph=True, dynamic=False)
     if args.against:
@@ -87,7 +88,7 @@ def build(args, device):
         model = GPT(GPTConfig(**{f.name: values[f.name] for f in fields(GPTConfig) if f.name in values}))
         if hasattr(model, "lm_head"):  # nanoGPT ties it to the embedding: untied, as here, to be of one size
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-        cases.append(Case(args.against, model, device))
+        cases.append(Case("/".join(os.path.abspath(args.against).split("/")[-2:]), model, device))
     return cases
 
 
@@ -115,28 +116,23 @@ def held(device, peak=False):
         return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
     try:
         if not peak:
-            with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")  # Linux: the record begins anew
-        with open("/proc/self/status") as file:
-            return 1024 * next(int(line.split()[1]) for line in file if line.startswith("VmHWM" if peak else "VmRSS"))
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: the record begins anew
+        return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:" if peak else "VmRSS:")[1].split()[0])
     except OSError:
         return 0
 
 
 def measure(turn, device, clock=time.perf_counter):
     """(seconds, bytes above those held before) of one call."""
-    before = held(device)
+    before, began = held(device), clock()
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        turn()
+    turn()
+    if device.type == "cuda":
         end.record()
         end.synchronize()
-        seconds = begin.elapsed_time(end) / 1e3
-    else:
-        began = clock()
-        turn()
-        seconds = clock() - began
+    seconds = begin.elapsed_time(end) / 1e3 if device.type == "cuda" else clock() - began
     return seconds, held(device, peak=True) - before
 
 
@@ -150,7 +146,7 @@ def compare(cases, kind, length, dtype, args, device):
     """One row a case: each takes args.repeats turns, after args.warmup that do not count. With --profile, no rows."""
     config, base = cases[0].model.config, cases[0].name
     batch = {"train": args.batch_size, "eval": max(1, args.batch_size * 512 // length), "generate": 1}[kind]
-    idx, targets = torch.randint(config.vocab_size, (2, batch, length), generator=torch.Generator().manual_seed(0)).to(device)
+    idx, targets = torch.randint(config.vocab_size, (2, batch, length)).to(device)
 
     def turn_of(case):
         def turn():
@@ -186,9 +182,9 @@ def compare(cases, kind, length, dtype, args, device):
         (seconds, error), (ratio, off) = spread(values), spread([a / b for a, b in zip(values, times[base])])
         need = tokens * flops[name] / (1 if kind == "train" else 3)  # 6 per weight are 2 forward, 4 backward
         rows.append({"kind": kind, "length": length, "batch": batch, "dtype": str(dtype)[6:], "case": name,
-                     "ms": seconds * 1e3, "ms_error": error * 1e3, "ratio": ratio, "ratio_error": off,
-                     "tokens_per_s": tokens / seconds, "mfu": need / seconds / rate, "product_flops_per_s": rate,
-                     "floor_ms": need / rate * 1e3, "memory": max(m for _, m in seen[name]), "parameters": sizes.get(name, 0)})
+                     "parameters": sizes.get(name, 0), "ms": seconds * 1e3, "ms_error": error * 1e3, "ratio": ratio,
+                     "ratio_error": off, "tokens_per_s": tokens / seconds, "memory": max(m for _, m in seen[name]),
+                     "mfu": need / seconds / rate, "floor_ms": need / rate * 1e3, "product_flops_per_s": rate})
     return rows
 
 
@@ -224,19 +220,17 @@ def scaling(rows, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axis = plt.subplots(figsize=(6, 4))
-    fits, lines = {}, [["", "a (us/token)", "b (ns/token^2)", "b over attention alone", "worst residual"]]
+    fits, lines = {}, [["", "a (us/token)", "b (ns/token^2)", "b over attention alone"]]
     for name in dict.fromkeys(r["case"] for r in rows):
         T, t = np.array([(r["length"], r["ms"] * 1e3 / r["batch"]) for r in rows if r["case"] == name]).T
         terms = np.stack((T, T ** 2), 1) / t[:, None]
         fits[name] = np.linalg.lstsq(terms, np.ones_like(t), rcond=None)[0]
         line, = axis.loglog(T, t / T, "o", markersize=3)
         axis.loglog(T, terms @ fits[name] * t / T, color=line.get_color(), linewidth=1, label=name)
-        lines.append([name, f"{fits[name][0]:.3f}", f"{fits[name][1] * 1e3:.4f}", "", f"{abs(terms @ fits[name] - 1).max():.0%}"])
-    for line in lines[1:]:
-        line[3] = f"{fits[line[0]][1] / fits['attention alone'][1]:.3f}"
+    for name, (a, b) in fits.items():
+        lines.append([name, f"{a:.3f}", f"{b * 1e3:.4f}", f"{b / fits['attention alone'][1]:.3f}"])
     axis.set(xlabel="window length T (tokens)", ylabel="microseconds per token", title="lines: a + b T")
     axis.legend(fontsize=8)
-    axis.grid(alpha=0.2)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     return "\ntime = a T + b T^2\n" + layout(lines)
@@ -255,7 +249,7 @@ def main(argv=None):
     add("--train", type=lengths, default=[512], help="lengths of training steps (512; empty: none)")
     add("--eval", type=lengths, default=[], help="lengths to evaluate at, e.g. 512,16384")
     add("--generate", type=lengths, default=[], help="tokens in the cache when generating")
-    add("--batch_size", type=integer(1), default=2, help="sequences of a training step; 512 times as many tokens to evaluate (2)")
+    add("--batch_size", type=integer(1), default=2, help="sequences to train; 512 times as many tokens to evaluate (2)")
     add("--dtype", default="float32,bfloat16", help="float32, bfloat16 (autocast), or both (%(default)s)")
     add("--compile", action="store_true", help="train each mechanism compiled too")
     add("--against", help="path of another nanoGPT-style model.py to train in the same turns")
@@ -294,7 +288,8 @@ def main(argv=None):
         print(f"bench.py: error: {error}", file=sys.stderr)
         return 2
     if args.json:
-        write_whole(args.json, json.dumps({"where": where, "arguments": vars(args), "rows": rows}, indent=1) + "\n")
+        write_whole(args.json, json.dumps({"where": where, "rows": rows,
+                                           "arguments": {k: v for k, v in vars(args).items() if k not in ("json", "plot")}}, indent=1) + "\n")
     return 0
 
 

@@ -166,8 +166,9 @@ def validation_loss(model, shards, settings, ranks, autocast):
     for first in range(0, len(mine), per_pass):
         chosen = list(mine[first:first + per_pass])
         rows = torch.from_numpy(np.stack([shards.read(w * length, length + 1) for w in chosen])).to(ranks.device)
-        with autocast():  # forward: never compiled, so that no other mode or last short batch compiles anew
-            losses = model.forward(rows[:, :-1], rows[:, 1:], torch.tensor(chosen, device=ranks.device), reduction="none")[1]
+        sequence = torch.tensor(chosen, device=ranks.device)
+        with autocast():  # forward is never the compiled one: another mode or a short last batch would compile anew
+            losses = model.forward(rows[:, :-1], rows[:, 1:], sequence, reduction="none")[1]
         total += losses.cpu().double().sum().item()
     model.train()
     return ranks.sum([total])[0] / (windows * length)
