@@ -47,7 +47,7 @@ class Attention(nn.Module):
             if cache is not None:
                 cache.rewrite(k)
         else:
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)   # float32 until here; rounded once
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)   # what is not yet: float32 until here
             y = causal_attention(q, k, v, frame.key_bias, self.window) if cache is None else \
                 cached_attention(q, *cache.append(k, v, frame), self.window)
 
@@ -72,19 +72,41 @@ STAY = Stay()
 class Rotation:
     """A_t as rotations of the D/2 planes of a head, from wrapped phases (B or 1, H or 1, T, D/2) in radians."""
     def __init__(self, phase):
-        self.cos, self.sin = phase.cos(), phase.sin()
+        self.phase, self.cos, self.sin = phase, phase.detach().cos(), phase.detach().sin()
 
     def enter(self, x):  # A_t^T x
-        return rotate(x, self.cos, -self.sin)
+        return Turn.apply(x, -self.phase, self.cos, -self.sin)
 
     def leave(self, x):  # A_t x
-        return rotate(x, self.cos, self.sin)
+        return Turn.apply(x, self.phase, self.cos, self.sin)
+
+
+class Turn(torch.autograd.Function):
+    """rotate, for autograd: the way back is the opposite turn, and a phase moves y along y turned by 90 degrees. So
+    nothing is kept but y, which attention keeps anyway; without this a rotation takes twice the time and memory."""
+    @staticmethod
+    def forward(ctx, x, phase, cos, sin):
+        y = rotate(x, cos, sin)
+        ctx.save_for_backward(y if phase.requires_grad else None, cos, sin)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        y, cos, sin = ctx.saved_tensors
+        by_phase, slope = None, precise(dy)
+        if y is not None:
+            (first, second), (d_first, d_second) = precise(y).chunk(2, dim=-1), slope.chunk(2, dim=-1)
+            by_phase = (first * d_second).addcmul_(second, d_first, value=-1).sum_to_size(cos.shape)
+        return rotate(slope, cos, -sin).to(dy.dtype), by_phase, None, None
 
 
 def rotate(x, cos, sin):
-    """Turn every plane (x_b, x_{b + D/2}) of x (..., T, D) counter-clockwise; float32 or better comes out."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    """Turn every plane (x_b, x_{b + D/2}) of x (..., T, D) counter-clockwise, in float32 or better; x's type comes out."""
+    planes = precise(x).unflatten(-1, (2, -1))                                                # (..., T, 2, D/2)
+    (first, second), y = planes.unbind(-2), planes * cos[..., None, :]
+    y[..., 0, :].addcmul_(second, sin, value=-1)
+    y[..., 1, :].addcmul_(first, sin)
+    return y.flatten(-2).to(x.dtype)
 
 
 class Reflections:
@@ -307,8 +329,9 @@ def cached_attention(q, k, v, key_bias=None, window=None):
     T, S, D = q.size(2), k.size(2), q.size(3)
     if T == S:
         return causal_attention(q, k, v, key_bias, window)
-    mask = see(T, S, window, q.device)
+    mask = see(T, S, window, q.device) if T > 1 or window else None
     if key_bias is not None:
         bias = key_bias[..., None, :] - key_bias[..., -T:, None]                              # -(c_i - c_j)
-        mask = bias.to(q.device, q.dtype).masked_fill(~mask, float("-inf"))
+        bias = bias.to(q.device, q.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
     return F.scaled_dot_product_attention(q, k, v, mask, scale=D ** -0.5)

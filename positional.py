@@ -83,7 +83,8 @@ class ConstantRotation(nn.Module):
         phase = prefix_sum(self.steps(x, embedding, idx, sequence, length), state)
         state = phase[..., -1:, :]
         # Wrap while still in float64: in [-pi, pi] a float32 phase is good to 2e-7 rad however long the route.
-        phase = (phase - 2 * math.pi * (phase / (2 * math.pi)).round()).to(x.device, x.dtype)
+        turns = (phase.detach() / (2 * math.pi)).round_().mul_(2 * math.pi)  # a constant: its gradient would be zeros
+        phase = (phase - turns).to(x.device, x.dtype)
         rotations = [Rotation(p) for p in phase]
         return rotations[0], rotations[-1] if self.routed == "qkv" else STAY, state
 
@@ -100,7 +101,7 @@ class RandomRotation(ConstantRotation):
         key = scramble(scramble(key ^ (sequence & MASK)) ^ (sequence >> 32 & MASK))       # (B,)
         key = scramble(key[:, None] ^ position)                                           # (B, T)
         bits = scramble(key[:, :, None] ^ lane) >> 9                                      # (B, T, lanes), 23 bits
-        uniform = (bits.float() + 0.5) * 2.0 ** -22 - 1                                   # in (-1, 1), mean exactly 0
+        uniform = bits.float().add_(0.5).mul_(2.0 ** -22).sub_(1)                         # in (-1, 1), mean exactly 0
         return self.split_lanes(uniform) * self.frequencies(x.device)
 
     def split_lanes(self, flat):
@@ -115,9 +116,14 @@ def scramble(h):
     """Mix 32 bits held in an int64 tensor (or a Python int): the lowbias32 hash (C. Wellons, "Hash Prospector", 2018).
 
     The second multiplier is written minus 2^32: equal modulo 2^32, and no product leaves the range of int64."""
-    h = (h ^ (h >> 16)) * 0x7FEB352D & MASK
-    h = (h ^ (h >> 15)) * (0x846CA68B - 2 ** 32) & MASK
-    return h ^ (h >> 16)
+    h = h ^ (h >> 16)  # a new tensor; from here in place, as passes over memory are all that this costs
+    h *= 0x7FEB352D
+    h &= MASK
+    h ^= h >> 15
+    h *= 0x846CA68B - 2 ** 32
+    h &= MASK
+    h ^= h >> 16
+    return h
 
 
 class LearnedRotation(RandomRotation):

@@ -26,6 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import attention
+import bench
 import eval_length
 import positional
 import prepare_data
@@ -713,6 +714,49 @@ def test_every_parameter_gets_a_gradient(variant):
     model(idx, idx)[1].backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for name, p in model.named_parameters()
                if name != "embed.weight")
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_loss_has_the_gradients_of_the_whole(rows, monkeypatch):
+    """Slices of `rows` (2^22 elements on CPU), uneven weights of the losses, against autograd's own way in float64."""
+    model, idx, targets = tiny().double(), tokens(3, 40), tokens(3, 40, seed=2)
+    weight, parameters = torch.rand(3, 40, dtype=torch.float64), list(model.parameters())
+    want = F.cross_entropy(model(idx)[0].flatten(0, 1), targets.flatten(), reduction="none").view(3, 40)
+    wanted = torch.autograd.grad((want * weight).sum(), parameters)
+    real = torch.Tensor.split
+    monkeypatch.setattr(torch.Tensor, "split", lambda t, n, dim=0: real(t, rows if n > 1000 else n, dim))
+    got = model(idx, targets, reduction="none")[1]
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad((got * weight).sum(), parameters), wanted):
+        torch.testing.assert_close(a, b)
+
+
+def test_loss_is_float32_under_autocast():
+    model, idx = tiny(scale=2.0), tokens(3, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = model(idx, idx, reduction="none")[1]
+        want = F.cross_entropy(model(idx)[0].float().flatten(0, 1), idx.flatten(), reduction="none").view(3, 40)
+        with torch.no_grad():
+            torch.testing.assert_close(model(idx, idx, reduction="none")[1], want)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want)
+
+
+def test_rotation_gradients_are_numerical_ones():
+    x = torch.randn(3, 2, 2, 5, 8, dtype=torch.float64, requires_grad=True)
+    phase = torch.randn(2, 1, 5, 4, dtype=torch.float64, requires_grad=True)  # one for all heads, q, k and v
+    assert torch.autograd.gradcheck(lambda x, phase: Rotation(phase).leave(Rotation(phase * 2).enter(x)), (x, phase))
+
+
+def test_training_is_one_graph_and_validation_compiles_nothing(corpus):
+    compiled, model, val = [], tiny(vocab_size=257, pos="accrot_qkv+fox").train(), TokenShards(corpus, "val")
+    model.compile(backend=lambda graph, _: compiled.append(1) or graph.forward, fullgraph=True, dynamic=False)
+    settings = dict(seed=1, block_size=32, eval_tokens=96, batch_size=2, grad_accum=1)
+    for step in range(3):
+        idx, targets, sequence = train.training_batch(val, settings, step, range(2))
+        model(idx, targets, sequence)[1].backward()
+        train.validation_loss(model, val, settings, train.Ranks("cpu"), no_autocast)
+    assert len(compiled) == 1
 
 
 def test_sliced_loss_equals_the_whole(monkeypatch):
@@ -2380,3 +2424,66 @@ def test_theory_refuses_other_data(trained, tmp_path, capsys):
 def test_theory_refuses_path(tmp_path, capsys):
     assert theory.main(["--ckpt", write_checkpoint(tmp_path / "ckpt.pt", tiny(pos="path"))]) == 2
     assert "common frame" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the benchmark
+
+BENCH = ["--n_layer=1", "--n_head=2", "--n_embd=32", "--vocab_size=100", "--device=cpu", "--repeats=3"]
+
+
+def test_bench_from_the_command_line(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    flags = ["--pos=rope,accrot_qkv:table,alibi", "--train=16", "--eval=16,32,64", "--generate=16", f"--json={tmp_path}/b.json",
+             f"--plot={tmp_path}/b.png"]
+    assert bench.main([*BENCH, *flags]) == 0
+    shown, rows = capsys.readouterr().out, json.loads((tmp_path / "b.json").read_text())["rows"]
+    names = ["rope", "accrot_qkv:table", "alibi"]
+    for kind, length, dtype in [(k, n, d) for k, lengths in (("train", [16]), ("eval", [16, 32, 64]), ("generate", [16]))
+                                for n in lengths for d in ("float32", "bfloat16")]:
+        block = [r for r in rows if (r["kind"], r["length"], r["dtype"]) == (kind, length, dtype)]
+        assert [r["case"] for r in block] == names + ["attention alone"] * (kind == "eval")
+        assert block[0]["ratio"] == 1 and block[0]["ratio_error"] == 0
+        for r in block:
+            assert r["ms"] > 0 and r["mfu"] == pytest.approx(r["floor_ms"] / r["ms"]) and r["memory"] >= 0
+    assert rows[1]["parameters"] - rows[0]["parameters"] == 128 * 16
+    assert "training step, 2 x 16 tokens, float32" in shown and "8 new tokens" in shown and "b over attention alone" in shown
+    assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_bench_shares_weights_and_times_another_model(capsys):
+    args = ["--pos=rope,accrot_qk", "--train=16", "--dtype=float32"]
+    assert bench.main([*BENCH, *args, f"--against={HERE / 'model.py'}"]) == 0
+    assert f"{HERE.name}/model.py  " in capsys.readouterr().out
+    assert sys.modules["model"].GPT is GPT and sys.modules["attention"] is attention
+    first = bench.Case("a", GPT(config_of(pos="rope")), torch.device("cpu"))
+    second = bench.Case("b", GPT(config_of(pos="accrot_qk")), torch.device("cpu"), first)
+    shared = {id(p) for p in first.model.parameters()}
+    assert all((id(p) in shared) == (".position." not in name) for name, p in second.model.named_parameters())
+    second.train(tokens(2, 16), tokens(2, 16))
+    assert len(first.optimizer.state) == len(list(second.model.parameters()))
+
+
+def test_bench_fits_what_it_was_made_of(tmp_path):
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    rows = [dict(case=case, batch=2, length=T, ms=2 * (a * T + b * T * T) / 1e3) for T in (16, 64, 256, 1024)
+            for case, a, b in (("rope", 3.0, 0.5), ("attention alone", 0.1, 0.4))]
+    lines = bench.scaling(rows, f"{tmp_path}/s.png").splitlines()
+    assert lines[-2].split() == ["rope", "3.000", "500.0000", "1.250"]
+
+
+def test_bench_spread_is_half_the_distance_of_the_quartiles():
+    assert bench.spread([5.0, 1.0, 3.0, 2.0, 4.0]) == (3.0, 1.0) and bench.spread([2.0]) == (2.0, 0.0)
+
+
+def test_bench_profile_names_operations(capsys):
+    assert bench.main([*BENCH, "--profile", "--pos=alibi", "--train=16", "--dtype=float32"]) == 0
+    assert "alibi:" in (shown := capsys.readouterr().out) and "aten::" in shown and "share" in shown
+
+
+@pytest.mark.parametrize("flag, word", [
+    ("--pos=roep", "roep"), ("--pos=rope:table", "angles"), ("--dtype=half", "dtype"), ("--against=none.py", "against"),
+    ("--json=no/such/dir.json", "json"), ("--plot=a.png", "plot"), ("--n_head=5", "n_head")])
+def test_bench_refuses_by_name(flag, word, capsys):
+    assert bench.main([*BENCH, flag]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bench.py: error: ") and word in error and error.count("\n") == 1

@@ -166,8 +166,9 @@ def validation_loss(model, shards, settings, ranks, autocast):
     for first in range(0, len(mine), per_pass):
         chosen = list(mine[first:first + per_pass])
         rows = torch.from_numpy(np.stack([shards.read(w * length, length + 1) for w in chosen])).to(ranks.device)
-        with autocast():
-            losses = model(rows[:, :-1], rows[:, 1:], torch.tensor(chosen, device=ranks.device), reduction="none")[1]
+        sequence = torch.tensor(chosen, device=ranks.device)
+        with autocast():  # forward is never the compiled one: another mode or a short last batch would compile anew
+            losses = model.forward(rows[:, :-1], rows[:, 1:], sequence, reduction="none")[1]
         total += losses.cpu().double().sum().item()
     model.train()
     return ranks.sum([total])[0] / (windows * length)
@@ -294,6 +295,12 @@ def train(settings, given, ranks):
     def autocast():
         return torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
 
+    def batch(step, accum):
+        """What this rank takes in pass `accum` of a step: r micro ... (r + 1) micro of the pass's sequences."""
+        begin = (accum * ranks.size + ranks.rank) * micro
+        drawn = training_batch(shards, settings, step, range(begin, begin + micro))
+        return [t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device) for t in drawn]
+
     model = GPT(model_config(settings, shards.vocab_size))
     if settings["init_from"] and not checkpoint:
         upgrade(model, settings["init_from"])
@@ -339,19 +346,15 @@ def train(settings, given, ranks):
     bar = tqdm(total=last, initial=first, unit="step", disable=None if main else True, leave=False)
     model.train()
     step, logged, started = first, first, time.perf_counter()
+    ahead = batch(step, 0)
 
     while step < last:
-        # one optimizer step: rank r takes sequences r micro ... (r + 1) micro of each forward pass's share
         lr = learning_rate(settings, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss = torch.zeros((), device=device)
         for accum in range(settings["grad_accum"]):
-            begin = (accum * ranks.size + ranks.rank) * micro
-            batch = training_batch(shards, settings, step, range(begin, begin + micro))
-            if device.type == "cuda":
-                batch = [t.pin_memory().to(device, non_blocking=True) for t in batch]
-            idx, targets, sequence = (t.to(device) for t in batch)
+            idx, targets, sequence = ahead
             torch.manual_seed(draw(settings["seed"], step, f"dropout {accum} {ranks.rank}")[0])
             wait = dist.is_initialized() and accum + 1 < settings["grad_accum"]  # ranks meet at the last pass only
             with wrapped.no_sync() if wait else nullcontext():
@@ -359,6 +362,8 @@ def train(settings, given, ranks):
                     share = wrapped(idx, targets, sequence)[1] / settings["grad_accum"]
                 share.backward()
             loss += share.detach()
+            # the next batch is read while the device still computes this one
+            ahead = batch(step + (accum + 1) // settings["grad_accum"], (accum + 1) % settings["grad_accum"])
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip"] or math.inf)
         total, norm, stopping = ranks.sum([loss, norm, float(bool(stop_signals))])
         loss, norm = total / ranks.size, norm / ranks.size

@@ -1,0 +1,297 @@
+"""How fast is each mechanism, how much memory does it take, what bounds it? Always beside rope, in one run.
+
+    python bench.py                                            # a training step at the paper's size, float32 and bfloat16
+    python bench.py --train= --eval=512,16384                  # a loss for every token, as eval_length.py wants it
+    python bench.py --train= --generate=512,8192               # 8 tokens one after another, so many being cached
+    python bench.py --against=../nanoGPT/model.py --pos=rope   # another model.py in the same turns
+
+Cases take turns, in one order and the other, so that a slow minute hits all alike. A time is the median over turns, a
+ratio that of time / the first case's time in the same turn; ± is half the distance between quartiles. A large matrix
+product takes turns too: MFU is the arithmetic that the model needs (flops_per_token, of half the context, as attention is
+causal) over what the product does in that time. Memory is a turn's peak above what was held before: not weights, not
+moments. Cases share their weights, so that all fit.
+"""
+import argparse
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import model as own
+from attention import Cache
+from eval_length import check_outputs, integers, layout, write_whole
+from positional import UsageError
+from prepare_data import integer
+from train import device_name, make_optimizer
+
+MECHANISMS = "rope,randrot_qkv,accrot_qk,accrot_qkv,accrot_qkv:hidden,alibi,fox"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NEW = 8  # tokens that a turn of --generate makes: the cache grows little
+
+
+class Case:
+    """A model under a name. Each method is what one turn does."""
+    def __init__(self, name, model, device, first=None):
+        self.name, self.model, mine = name, model.to(device), dict(model.named_parameters())
+        for key, p in first.model.named_parameters() if first else ():
+            if key in mine and mine[key].shape == p.shape:  # the first case's weight in place of its own
+                owner, _, leaf = key.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, p)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.optimizer = make_optimizer(model, dict(weight_decay=0.1, lr=1e-4, beta2=0.95), device)
+        if first:
+            self.optimizer.state = first.optimizer.state  # moments are kept by weight: shared as those are
+
+    def train(self, idx, targets):
+        self.model.train()
+        self.model(idx, targets)[1].backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def eval(self, idx, targets):
+        with torch.inference_mode():
+            self.model.eval().forward(idx, targets, reduction="none")
+
+    def generate(self, idx, targets):
+        with torch.inference_mode():
+            if getattr(self, "cached", None) is not idx:  # the first turn fills the cache
+                self.cached, self.caches = idx, [Cache(idx.size(1) + 64 * NEW) for _ in self.model.blocks]
+                self.model.eval().hidden(idx, caches=self.caches)
+            for i in range(NEW):
+                self.model.head(self.model.hidden(targets[:, i:i + 1], caches=self.caches)[:, -1])
+
+
+def build(args, device):
+    """The cases that the command line names; the others are compared with the first."""
+    size, cases = {k: v for k, v in vars(args).items() if k.startswith("n_") or k == "vocab_size"}, []
+    for name in args.pos.split(","):
+        pos, _, angles = name.partition(":")
+        config = own.GPTConfig(pos=pos, angles=angles or "token", dropout=0.0, **size)
+        for label in [name] + [f"{name} compiled"] * args.compile:
+            cases.append(Case(label, own.GPT(config), device, *cases[:1]))
+            if label != name:
+                cases[-1].model.compile(fullgraph=True, dynamic=False)
+    if args.against:
+        GPT, GPTConfig = other(args.against)
+        values = asdict(cases[0].model.config) | dict(vocab_size=config.padded_vocab_size, bias=True,
+                                                      block_size=max([512, *args.train]))
+        model = GPT(GPTConfig(**{f.name: values[f.name] for f in fields(GPTConfig) if f.name in values}))
+        if hasattr(model, "lm_head"):  # nanoGPT ties it to the embedding: untied, as here, to be of one size
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        cases.append(Case("/".join(os.path.abspath(args.against).split("/")[-2:]), model, device))
+    return cases
+
+
+def other(path):
+    """GPT and GPTConfig of another nanoGPT-style model.py, whose own imports come from beside it."""
+    if not os.path.isfile(path):
+        raise UsageError(f"against={path}: no such file; give the path of a model.py with GPT and GPTConfig")
+    ours = {name: sys.modules.pop(name) for name in ("model", "attention", "positional")}
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    try:
+        module = importlib.import_module(os.path.basename(path).removesuffix(".py"))
+        return module.GPT, module.GPTConfig
+    finally:
+        sys.path.pop(0)
+        sys.modules.update(ours)
+
+
+# ---------------------------------------------------------------- measuring
+
+def held(device, peak=False):
+    """Bytes held now, or with `peak` at most since the last call without; 0 where the system does not say."""
+    if device.type == "cuda":
+        if not peak:
+            torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
+    try:
+        if not peak:
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: the record begins anew
+        return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:" if peak else "VmRSS:")[1].split()[0])
+    except OSError:
+        return 0
+
+
+def measure(turn, device, clock=time.perf_counter):
+    """(seconds, bytes above those held before) of one call."""
+    before, began = held(device), clock()
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+    turn()
+    if device.type == "cuda":
+        end.record()
+        end.synchronize()
+    seconds = begin.elapsed_time(end) / 1e3 if device.type == "cuda" else clock() - began
+    return seconds, held(device, peak=True) - before
+
+
+def spread(values):
+    """(median, half the distance between the quartiles)."""
+    quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return statistics.median(values), (quartiles[2] - quartiles[0]) / 2
+
+
+def compare(cases, kind, length, dtype, args, device):
+    """One row a case: each takes args.repeats turns, after args.warmup that do not count. With --profile, no rows."""
+    config, base = cases[0].model.config, cases[0].name
+    batch = {"train": args.batch_size, "eval": max(1, args.batch_size * 512 // length), "generate": 1}[kind]
+    idx, targets = torch.randint(config.vocab_size, (2, batch, length)).to(device)
+
+    def turn_of(case):
+        def turn():
+            with torch.autocast(device.type, torch.bfloat16) if dtype == torch.bfloat16 else nullcontext():
+                getattr(case, kind)(idx, targets)
+        return turn
+
+    turns = {case.name: turn_of(case) for case in cases}
+    if kind == "eval":  # attention's kernel alone, in all layers together
+        q = torch.randn(batch, config.n_head, length, config.head_dim, device=device, dtype=dtype)
+        turns["attention alone"] = lambda: [F.scaled_dot_product_attention(q, q, q, is_causal=True)
+                                            for _ in range(config.n_layer)]
+    n = 8192 if device.type == "cuda" else 2048
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    turns["product"] = lambda: a @ a
+    if args.profile:
+        return [print(profile(turn, name, device), flush=True) for name, turn in turns.items()][:0]
+    for turn in [*turns.values()] * args.warmup:
+        turn()
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    seen = {name: [] for name in turns}
+    for repeat in range(args.repeats):
+        for name in [*turns][::1 if repeat % 2 else -1]:
+            seen[name].append(measure(turns[name], device, clock))
+    times = {name: [seconds for seconds, _ in pairs] for name, pairs in seen.items()}
+    rate = 2 * n ** 3 / statistics.median(times.pop("product"))
+    tokens, context = (NEW, length) if kind == "generate" else (batch * length, length / 2)
+    counts = {case.name: case.model if type(case.model) is own.GPT else cases[0].model for case in cases}
+    flops = {name: model.flops_per_token(context) for name, model in counts.items()}
+    flops["attention alone"] = flops[base] - counts[base].flops_per_token(0)
+    sizes, rows = {case.name: case.parameters for case in cases}, []
+    for name, values in times.items():
+        (seconds, error), (ratio, off) = spread(values), spread([a / b for a, b in zip(values, times[base])])
+        need = tokens * flops[name] / (1 if kind == "train" else 3)  # 6 per weight are 2 forward, 4 backward
+        rows.append({"kind": kind, "length": length, "batch": batch, "dtype": str(dtype)[6:], "case": name,
+                     "parameters": sizes.get(name, 0), "ms": seconds * 1e3, "ms_error": error * 1e3, "ratio": ratio,
+                     "ratio_error": off, "tokens_per_s": tokens / seconds, "memory": max(m for _, m in seen[name]),
+                     "mfu": need / seconds / rate, "floor_ms": need / rate * 1e3, "product_flops_per_s": rate})
+    return rows
+
+
+# ---------------------------------------------------------------- showing
+
+def table(rows):
+    head = {"train": "training step", "eval": "evaluation", "generate": f"{NEW} new tokens"}[rows[0]["kind"]]
+    lines = [["", "ms", "±", f"over {rows[0]['case']}", "±", "tokens/s", "MFU", "memory", "parameters"]] + [
+        [r["case"], f"{r['ms']:,.1f}", f"{r['ms_error']:,.1f}", f"{r['ratio']:.3f}", f"{r['ratio_error']:.3f}",
+         f"{r['tokens_per_s']:,.0f}", f"{r['mfu']:.0%}", f"{r['memory'] / 2 ** 30:.2f} GiB", f"{r['parameters']:,}"]
+        for r in rows]
+    return (f"\n{head}, {rows[0]['batch']} x {rows[0]['length']:,} tokens, {rows[0]['dtype']}; matrix product "
+            f"{rows[0]['product_flops_per_s'] / 1e9:,.0f} GFLOP/s\n" + layout(lines))
+
+
+def profile(turn, name, device, top=16):
+    """The operations that take the most time of their own in one turn."""
+    cuda = device.type == "cuda"
+    turn()
+    with torch.profiler.profile() as seen:  # whatever the machine can record
+        turn()
+    cost = [((e.self_device_time_total if cuda else e.self_cpu_time_total) / 1e3, e.key[:70], e.count)
+            for e in seen.key_averages()]
+    total = sum(ms for ms, *_ in cost)
+    return f"\n{name}: {total:,.1f} ms\n" + layout([["operation", "ms", "share", "calls"]] + [
+        [key, f"{ms:,.1f}", f"{ms / total:.1%}", str(count)] for ms, key, count in sorted(cost, reverse=True)[:top]])
+
+
+def scaling(rows, path):
+    """Fit the time of one window of T tokens by a T + b T^2 (least squares of relative errors), compare b with that of
+    attention's kernel alone, and draw all."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axis = plt.subplots(figsize=(6, 4))
+    fits, lines = {}, [["", "a (us/token)", "b (ns/token^2)", "b over attention alone"]]
+    for name in dict.fromkeys(r["case"] for r in rows):
+        T, t = np.array([(r["length"], r["ms"] * 1e3 / r["batch"]) for r in rows if r["case"] == name]).T
+        terms = np.stack((T, T ** 2), 1) / t[:, None]
+        fits[name] = np.linalg.lstsq(terms, np.ones_like(t), rcond=None)[0]
+        line, = axis.loglog(T, t / T, "o", markersize=3)
+        axis.loglog(T, terms @ fits[name] * t / T, color=line.get_color(), linewidth=1, label=name)
+    for name, (a, b) in fits.items():
+        lines.append([name, f"{a:.3f}", f"{b * 1e3:.4f}", f"{b / fits['attention alone'][1]:.3f}"])
+    axis.set(xlabel="window length T (tokens)", ylabel="microseconds per token", title="lines: a + b T")
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    return "\ntime = a T + b T^2\n" + layout(lines)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+
+    def lengths(text):
+        return integers(1)(text) if text else []
+    add("--pos", default=MECHANISMS, help="mechanisms; accrot's angles after a colon (%(default)s)")
+    for name in ("n_layer", "n_head", "n_embd", "vocab_size"):
+        add(f"--{name}", type=integer(1), default=getattr(own.GPTConfig, name), help="(%(default)s)")
+    add("--train", type=lengths, default=[512], help="lengths of training steps (512; empty: none)")
+    add("--eval", type=lengths, default=[], help="lengths to evaluate at, e.g. 512,16384")
+    add("--generate", type=lengths, default=[], help="tokens in the cache when generating")
+    add("--batch_size", type=integer(1), default=2, help="sequences to train; 512 times as many tokens to evaluate (2)")
+    add("--dtype", default="float32,bfloat16", help="float32, bfloat16 (autocast), or both (%(default)s)")
+    add("--compile", action="store_true", help="train each mechanism compiled too")
+    add("--against", help="path of another nanoGPT-style model.py to train in the same turns")
+    add("--repeats", type=integer(1), default=5, help="turns that count (5)")
+    add("--warmup", type=integer(0), default=1, help="turns before, that do not (1)")
+    add("--profile", action="store_true", help="say where the time of one turn goes instead")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda where there is one, else cpu")
+    add("--threads", type=integer(1), help="of the CPU (default: one a core)")
+    add("--cpu_time", action="store_true", help="seconds that the CPU gave us, where others use it too; with --threads=1")
+    add("--json", help="write all numbers to this file")
+    add("--plot", help="fit and draw time against the lengths of --eval (needs matplotlib)")
+    args = parser.parse_args(argv)
+    try:
+        check_outputs(args)
+        if not set(args.dtype.split(",")) <= DTYPES.keys():
+            raise UsageError(f"dtype={args.dtype}: use float32, bfloat16 or float32,bfloat16")
+        if args.against and (args.eval or args.generate):
+            raise UsageError(f"against={args.against}: is timed in training only; leave --eval and --generate out")
+        if args.plot and len(set(args.eval)) < 3:
+            raise UsageError(f"plot={args.plot}: needs --eval with three lengths or more")
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise UsageError("device=cuda: there is none on this machine; use --device=cpu")
+        torch.set_num_threads(args.threads or torch.get_num_threads())
+        cases, rows = build(args, device), []
+        where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        print(where + ", seconds of CPU" * args.cpu_time)
+        for kind, length, dtype in [(kind, length, dtype) for kind in ("train", "eval", "generate")
+                                    for length in getattr(args, kind) for dtype in args.dtype.split(",")]:
+            if new := compare(cases, kind, length, DTYPES[dtype], args, device):
+                print(table(new), flush=True)
+                rows += new
+        if args.plot:
+            print(scaling([r for r in rows if r["kind"] == "eval"], args.plot))
+    except UsageError as error:
+        print(f"bench.py: error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        write_whole(args.json, json.dumps({"where": where, "rows": rows,
+                                           "arguments": {k: v for k, v in vars(args).items() if k not in ("json", "plot")}}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
