@@ -101,7 +101,7 @@ class Turn(torch.autograd.Function):
 
 
 def rotate(x, cos, sin):
-    """Turn every plane (x_b, x_{b + D/2}) of x (..., T, D) counter-clockwise, in float32 or better; x's type comes out."""
+    """Turn every plane (x_b, x_{b + D/2}) of x (..., T, D) counter-clockwise, in float32 or better, to x's type."""
     planes = precise(x).unflatten(-1, (2, -1))                                                # (..., T, 2, D/2)
     (first, second), y = planes.unbind(-2), planes * cos[..., None, :]
     y[..., 0, :].addcmul_(second, sin, value=-1)

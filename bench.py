@@ -1,13 +1,13 @@
 """How fast is each mechanism, how much memory does it take, what bounds it? Always beside rope, in one run.
 
-    python bench.py                                            # a training step at the paper's size, float32 and bfloat16
+    python bench.py                                            # a training step at the paper's size, in both types
     python bench.py --train= --eval=512,16384                  # a loss for every token, as eval_length.py wants it
     python bench.py --train= --generate=512,8192               # 8 tokens one after another, so many being cached
     python bench.py --against=../nanoGPT/model.py --pos=rope   # another model.py in the same turns
 
 Cases take turns, in one order and the other, so that a slow minute hits all alike. A time is the median over turns, a
 ratio that of time / the first case's time in the same turn; ± is half the distance between quartiles. A large matrix
-product takes turns too: MFU is the arithmetic that the model needs (flops_per_token, of half the context, as attention is
+product takes turns too: MFU is the arithmetic that the model needs (flops_per_token of half the context, attention being
 causal) over what the product does in that time. Memory is a turn's peak above what was held before: not weights, not
 moments. Cases share their weights, so that all fit.
 """
@@ -258,7 +258,7 @@ def main(argv=None):
     add("--profile", action="store_true", help="say where the time of one turn goes instead")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda where there is one, else cpu")
     add("--threads", type=integer(1), help="of the CPU (default: one a core)")
-    add("--cpu_time", action="store_true", help="seconds that the CPU gave us, where others use it too; with --threads=1")
+    add("--cpu_time", action="store_true", help="seconds that the CPU gave us, for shared ones; with --threads=1")
     add("--json", help="write all numbers to this file")
     add("--plot", help="fit and draw time against the lengths of --eval (needs matplotlib)")
     args = parser.parse_args(argv)
@@ -270,8 +270,9 @@ def main(argv=None):
             raise UsageError(f"against={args.against}: is timed in training only; leave --eval and --generate out")
         if args.plot and len(set(args.eval)) < 3:
             raise UsageError(f"plot={args.plot}: needs --eval with three lengths or more")
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-        if device.type == "cuda" and not torch.cuda.is_available():
+        cuda = torch.cuda.is_available()
+        device = torch.device(("cuda" if cuda else "cpu") if args.device == "auto" else args.device)
+        if device.type == "cuda" and not cuda:
             raise UsageError("device=cuda: there is none on this machine; use --device=cpu")
         torch.set_num_threads(args.threads or torch.get_num_threads())
         cases, rows = build(args, device), []
@@ -288,8 +289,8 @@ def main(argv=None):
         print(f"bench.py: error: {error}", file=sys.stderr)
         return 2
     if args.json:
-        write_whole(args.json, json.dumps({"where": where, "rows": rows,
-                                           "arguments": {k: v for k, v in vars(args).items() if k not in ("json", "plot")}}, indent=1) + "\n")
+        arguments = {k: v for k, v in vars(args).items() if k not in ("json", "plot")}
+        write_whole(args.json, json.dumps({"where": where, "rows": rows, "arguments": arguments}, indent=1) + "\n")
     return 0
 
 
