@@ -267,15 +267,15 @@ def clock(seconds):
 def resumed_settings(settings, given, checkpoint, path):
     """A resumed run has the checkpoint's settings. A flag that says otherwise is refused, but for those that say where and
     how the same run is computed. (Of these, dtype changes rounding, and grad_accum dropout's masks.)"""
-    old = checkpoint["train"]
-    for name, _, kind, _ in KNOBS:  # as strict as with the command line: a checkpoint may come from anybody
+    old = {name: checkpoint["train"].get(name) for name in settings}
+    for name, _, kind, _ in (*KNOBS, ("config", "", str, "")):  # as strict as the command line: it may come from anybody
         with suppress(argparse.ArgumentTypeError):
-            if isinstance(old.get(name), (str, int, float)) and kind(str(old[name])) == old[name]:
+            if isinstance(old[name], (str, int, float)) and kind(str(old[name])) == old[name]:
                 continue
-        raise CheckpointError(f"{path}: no settings of a run: {name} is {old.get(name)!r}")
+        raise CheckpointError(f"{path}: no settings of a run: {name} is {old[name]!r}")
     for name in sorted(given - FREE_ON_RESUME):
-        if settings[name] != old.get(name):
-            raise UsageError(f"{name}={settings[name]}: {path} was trained with {name}={old.get(name)}; "
+        if settings[name] != old[name]:
+            raise UsageError(f"{name}={settings[name]}: {path} was trained with {name}={old[name]}; "
                              f"leave --{name} out, or choose another --out")
     return old | {name: settings[name] for name in FREE_ON_RESUME if name in given or name in ("out", "resume")} \
         | {"overwrite": False, "stop_at": settings["stop_at"]}
