@@ -11,13 +11,7 @@ product takes turns too: MFU is the arithmetic that the model needs (flops_per_t
 causal) over what the product does in that time. Memory is a turn's peak above what was held before: not weights, not
 moments. Cases share their weights, so that all fit.
 """
-import argparse
-import importlib
-import json
-import os
-import statistics
-import sys
-import time
+import argparse, importlib, json, os, statistics, sys, time
 from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -28,9 +22,8 @@ import torch.nn.functional as F
 
 import model as own
 from attention import Cache
-from eval_length import check_outputs, integers, layout, write_whole
-from positional import UsageError
-from prepare_data import integer
+from checks import UsageError, check_outputs, integer, integers, program, whole
+from eval_length import layout
 from train import device_name, make_optimizer
 
 MECHANISMS = "rope,randrot_qkv,accrot_qk,accrot_qkv,accrot_qkv:hidden,alibi,fox"
@@ -232,10 +225,13 @@ def scaling(rows, path):
     axis.set(xlabel="window length T (tokens)", ylabel="microseconds per token", title="lines: a + b T")
     axis.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with whole(path, "wb") as file:
+        figure.savefig(file, dpi=120, format=path[-3:])
+    plt.close(figure)
     return "\ntime = a T + b T^2\n" + layout(lines)
 
 
+@program
 def main(argv=None):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -262,36 +258,33 @@ def main(argv=None):
     add("--json", help="write all numbers to this file")
     add("--plot", help="fit and draw time against the lengths of --eval (needs matplotlib)")
     args = parser.parse_args(argv)
-    try:
-        check_outputs(args)
-        if not set(args.dtype.split(",")) <= DTYPES.keys():
-            raise UsageError(f"dtype={args.dtype}: use float32, bfloat16 or float32,bfloat16")
-        if args.against and (args.eval or args.generate):
-            raise UsageError(f"against={args.against}: is timed in training only; leave --eval and --generate out")
-        if args.plot and len(set(args.eval)) < 3:
-            raise UsageError(f"plot={args.plot}: needs --eval with three lengths or more")
-        cuda = torch.cuda.is_available()
-        device = torch.device(("cuda" if cuda else "cpu") if args.device == "auto" else args.device)
-        if device.type == "cuda" and not cuda:
-            raise UsageError("device=cuda: there is none on this machine; use --device=cpu")
-        torch.set_num_threads(args.threads or torch.get_num_threads())
-        cases, rows = build(args, device), []
-        where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-        print(where + ", seconds of CPU" * args.cpu_time)
-        for kind, length, dtype in [(kind, length, dtype) for kind in ("train", "eval", "generate")
-                                    for length in getattr(args, kind) for dtype in args.dtype.split(",")]:
-            if new := compare(cases, kind, length, DTYPES[dtype], args, device):
-                print(table(new), flush=True)
-                rows += new
-        if args.plot:
-            print(scaling([r for r in rows if r["kind"] == "eval"], args.plot))
-    except UsageError as error:
-        print(f"bench.py: error: {error}", file=sys.stderr)
-        return 2
+    args.inputs = [args.against] * bool(args.against)
+    check_outputs(args)
+    if not set(args.dtype.split(",")) <= DTYPES.keys():
+        raise UsageError(f"dtype={args.dtype}: use float32, bfloat16 or float32,bfloat16")
+    if args.against and (args.eval or args.generate):
+        raise UsageError(f"against={args.against}: is timed in training only; leave --eval and --generate out")
+    if args.plot and len(set(args.eval)) < 3:
+        raise UsageError(f"plot={args.plot}: needs --eval with three lengths or more")
+    cuda = torch.cuda.is_available()
+    device = torch.device(("cuda" if cuda else "cpu") if args.device == "auto" else args.device)
+    if device.type == "cuda" and not cuda:
+        raise UsageError("device=cuda: there is none on this machine; use --device=cpu")
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    cases, rows = build(args, device), []
+    where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    print(where + ", seconds of CPU" * args.cpu_time)
+    for kind, length, dtype in [(kind, length, dtype) for kind in ("train", "eval", "generate")
+                                for length in getattr(args, kind) for dtype in args.dtype.split(",")]:
+        if new := compare(cases, kind, length, DTYPES[dtype], args, device):
+            print(table(new), flush=True)
+            rows += new
+    if args.plot:
+        print(scaling([r for r in rows if r["kind"] == "eval"], args.plot))
     if args.json:
-        arguments = {k: v for k, v in vars(args).items() if k not in ("json", "plot")}
-        write_whole(args.json, json.dumps({"where": where, "rows": rows, "arguments": arguments}, indent=1) + "\n")
-    return 0
+        with whole(args.json) as file:
+            kept = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
+            json.dump({"where": where, "rows": rows, "arguments": kept}, file, indent=1)
 
 
 if __name__ == "__main__":

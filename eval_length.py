@@ -10,21 +10,17 @@ the added context helps (above all the early tokens of a training window, which 
 targets in the second half of every training-length block: they had at least half a block of context at the shortest.
 Long windows span many documents.
 """
-import argparse
-import json
-import math
-import os
-import sys
-import time
+import argparse, json, math, sys, time
 from contextlib import nullcontext
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import GPT, CheckpointError
-from positional import ConstantRotation, UsageError
-from prepare_data import DataError, TokenShards, integer
+from checks import UsageError, check_outputs, count, integer, integers, program, read_json, real, whole, write_json
+from model import GPT
+from positional import ConstantRotation
+from prepare_data import TokenShards
 from train import FREE_ON_RESUME
 
 FORWARD_TOKENS = 16_384  # short windows are scored so many tokens at a time
@@ -265,8 +261,9 @@ def average(results):
     for r in results:
         same = {name: value for name, value in r["train"].items() if name not in {*FREE_ON_RESUME, "seed", "init_from"}}
         same["init_from"] = bool(r["train"]["init_from"])
-        lengths = [row["length"] for row in r["lengths"]]
-        key = json.dumps([r["label"], r["data"], r["step"], r["targets"], lengths, same], sort_keys=True)
+        rows = [[row["length"], sorted(row)] for row in r["lengths"]], [[row["gap"], sorted(row)] for row in r["recall"]]
+        bins = r["by_position"]["first_position"]
+        key = json.dumps([r["label"], r["data"], r["step"], r["targets"], rows, bins, same], sort_keys=True)
         groups.setdefault(key, []).append(r)
     merged = []
     for runs in groups.values():
@@ -373,56 +370,44 @@ def plot(results, path):
     axes[0].legend(fontsize=8)
     axes[0].set_title("dotted: training length", fontsize=8, loc="right")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with whole(path, "wb") as file:
+        figure.savefig(file, dpi=120, format=path[-3:])
     plt.close(figure)
+
+
+def row_of(*names):
+    """Whether a row of a results file has only numbers, these among them."""
+    return lambda row: isinstance(row, dict) and row.keys() >= set(names) and all(map(real, row.values()))
+
+
+# What a results file must say to be shown or averaged: a list of such results.
+RESULTS = [{"label": str, "checkpoint": str, "data": str, "seed": count, "step": count, "parameters": count,
+            "targets": count, "block_size": lambda value: count(value) and value > 0, "train": {"init_from": str},
+            "by_position": {"length": count, "first_position": [count], "loss": [real]},
+            "recall": [row_of("gap", "gain", "gain_error")],
+            "lengths": [row_of("length", "ratio", "ratio_error", "perplexity", "targets", "late_ratio", "late_perplexity",
+                               "late_targets")]}]
 
 
 def read_results(path):
     try:
-        with open(path) as file:
-            results = json.load(file)
+        results = read_json(path, RESULTS)
+        if not results:
+            raise ValueError("an empty list")
         for r in results:
+            if r["block_size"] not in [row["length"] for row in r["lengths"]]:
+                raise ValueError(f"no row for the training length of {r['block_size']}")
+            if len(r["by_position"]["first_position"]) != len(r["by_position"]["loss"]):
+                raise ValueError("by_position has more positions than losses, or fewer")
             for row in (*r["lengths"], *r["recall"], r["by_position"]):  # null: diverged (but for errors: too few)
                 row.update({key: math.inf for key, value in row.items() if value is None and "error" not in key})
             r["by_position"]["loss"] = [math.inf if loss is None else loss for loss in r["by_position"]["loss"]]
-            r["label"], r["block_size"], r["lengths"][0]["ratio"], r["by_position"]["loss"], r["recall"]  # all that is shown
         return results
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not a results file of eval_length.py ({error})") from None
 
 
-def plain(value):
-    """value with null for every number that is not finite: JSON has no inf."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def check_outputs(args):
-    """An hour's result must not fail for want of a directory."""
-    for name in ("json", "plot"):
-        folder = os.path.dirname(getattr(args, name) or "") or "."
-        if not os.path.isdir(folder):
-            raise UsageError(f"{name}={getattr(args, name)}: there is no directory {folder}; make it first")
-    if args.plot and not args.plot.endswith((".png", ".svg", ".pdf")):
-        raise UsageError(f"plot={args.plot}: name a .png, .svg or .pdf file")
-
-
-def write_whole(path, text):
-    with open(f"{path}.tmp", "w") as file:
-        file.write(text)
-    os.replace(f"{path}.tmp", path)
-
-
-def integers(least):
-    """Type of a flag that takes 'a,b,c', each at least `least`."""
-    def read(text):
-        return [integer(least)(part) for part in text.split(",")]
-    return read
-
-
+@program
 def main(argv=None):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -443,25 +428,20 @@ def main(argv=None):
     add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto", help="auto: cuda where there is one, else cpu")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16: autocast (auto: on CUDA only)")
     args = parser.parse_args(argv)
-    try:
-        check_outputs(args)
-        results = []
-        for path in args.inputs:
-            results += read_results(path) if path.endswith(".json") else [evaluate(path, args)]
-            if args.json:
-                write_whole(args.json, json.dumps(plain(results), indent=1, allow_nan=False) + "\n")
-        results = average(results) if args.average else results
-        print("\nperplexity ratio, all targets (below 1: the longer context helps)\n" + table(results))
-        print("\nperplexity ratio, late targets\n" + table(results, "late_"))
-        if any(r["recall"] for r in results):
-            print("\nrecall: gain on the second copy of a passage, nats per token\n" + recall_table(results))
-        if args.plot:
-            plot(results, args.plot)
-            print(f"\npicture: {args.plot}")
-    except (UsageError, DataError, CheckpointError) as error:
-        print(f"eval_length.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    check_outputs(args)
+    results = []
+    for path in args.inputs:
+        results += read_results(path) if path.endswith(".json") else [evaluate(path, args)]
+        if args.json:
+            write_json(args.json, results)
+    results = average(results) if args.average else results
+    print("\nperplexity ratio, all targets (below 1: the longer context helps)\n" + table(results))
+    print("\nperplexity ratio, late targets\n" + table(results, "late_"))
+    if any(r["recall"] for r in results):
+        print("\nrecall: gain on the second copy of a passage, nats per token\n" + recall_table(results))
+    if args.plot:
+        plot(results, args.plot)
+        print(f"\npicture: {args.plot}")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,7 @@ There is no maximum length: block_size is the *training* length, and any other c
 
     python model.py out/demo-accrot_qkv/ckpt.pt --prompt="def main("
 """
-import argparse
-import math
-import pickle
-import sys
-import time
+import argparse, math, pickle, struct, sys, time, zipfile, zlib
 from dataclasses import dataclass, fields
 
 import torch
@@ -16,7 +12,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attention import Attention, Cache, precise
-from positional import UsageError, check_position, make_position
+from checks import CheckpointError, UsageError, count, integer, misfit, number, program
+from positional import check_position, make_position
+from prepare_data import get_tokenizer
 
 
 @dataclass
@@ -34,9 +32,12 @@ class GPTConfig:
     seed: int = 1337              # initial weights, and randrot's steps
 
     def __post_init__(self):
+        for name in ("pos", "angles", "value_route"):
+            if type(getattr(self, name)) is not str:
+                raise UsageError(f"{name}={getattr(self, name)!r}: give a name")
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
+            if not count(value) or value < 1:
                 raise UsageError(f"{name}={value!r}: give a whole number from 1")
         if type(self.seed) is not int or not 0 <= self.seed < 2 ** 32:
             raise UsageError(f"seed={self.seed!r}: give a whole number from 0 to 2^32 - 1")
@@ -44,7 +45,15 @@ class GPTConfig:
             raise UsageError(f"dropout={self.dropout!r}: give a number from 0 to below 1")
         if self.n_embd % self.n_head:
             raise UsageError(f"n_head={self.n_head}: must divide n_embd={self.n_embd}")
+        if self.n_weights > 2 ** 37:
+            raise UsageError(f"n_layer={self.n_layer}, n_embd={self.n_embd}, vocab_size={self.vocab_size}: would be "
+                             f"{self.n_weights:.1e} weights; at most 1.4e11 are possible")
         check_position(self)
+
+    @property
+    def n_weights(self):
+        """Weights of the matrices that every mechanism has: of attention and MLP, embedding and head."""
+        return 12 * self.n_layer * self.n_embd ** 2 + 2 * self.padded_vocab_size * self.n_embd
 
     @property
     def head_dim(self):
@@ -193,7 +202,7 @@ class GPT(nn.Module):
     @classmethod
     def from_checkpoint(cls, path, device="cpu"):
         """The model of a checkpoint that train.py wrote, in eval mode, with the checkpoint's other entries (step, data,
-        train) as model.checkpoint. CheckpointError says what is wrong. The optimizer's state is not read."""
+        train) as model.checkpoint. CheckpointError says what is wrong."""
         checkpoint = read_checkpoint(path)
         model = cls(GPTConfig(**checkpoint["config"]))
         model.load_weights(checkpoint["model"], path)
@@ -215,10 +224,6 @@ class GPT(nn.Module):
         self.load_state_dict(weights, strict=False)
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; one line says why."""
-
-
 def strip_prefixes(name):
     """'module._orig_mod.embed.weight' to 'embed.weight': DDP and torch.compile wrap names, in either order."""
     while name.startswith(("module.", "_orig_mod.")):
@@ -227,43 +232,55 @@ def strip_prefixes(name):
 
 
 def read_checkpoint(path):
-    """The dict that train.py saved, tensors mapped from the file and read only when used. Nothing in it is executed."""
+    """The dict that train.py saved, tensors mapped from the file. Nothing in it is executed, and all of it is judged: first
+    by the file's checksums (of which PyTorch takes no notice: 1 s per GB), then by what each entry must be."""
     try:
+        with zipfile.ZipFile(path) as file:
+            if spoilt := file.testzip():
+                raise ValueError(f"{spoilt} differs from its checksum")
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint; train one with: python train.py --config=demo") from None
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: not a whole checkpoint of train.py ({str(error).splitlines()[0]})") from None
-    wanted = {"config": dict, "model": dict, "step": int, "data": dict, "train": dict}
-    if not isinstance(checkpoint, dict) or any(not isinstance(checkpoint.get(k), t) for k, t in wanted.items()):
-        raise CheckpointError(f"{path}: not a checkpoint of train.py: it needs the entries {', '.join(wanted)}")
-    known = {field.name for field in fields(GPTConfig)}
-    if set(checkpoint["config"]) != known:
-        odd = ", ".join(sorted(set(checkpoint["config"]) ^ known))
-        raise CheckpointError(f"{path}: its config differs from this code's GPTConfig in: {odd}")
+    except (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, EOFError, pickle.UnpicklingError,
+            zipfile.BadZipFile, zlib.error, struct.error) as error:  # what unpickling and unzipping nonsense can raise
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise CheckpointError(f"{path}: not a whole checkpoint of train.py ({why})") from None
+    if wrong := misfit(checkpoint, CHECKPOINT):
+        raise CheckpointError(f"{path}: not a checkpoint of train.py: {wrong}")
     try:
-        GPTConfig(**checkpoint["config"])
-    except UsageError as error:
+        config = GPTConfig(**checkpoint["config"])
+    except (UsageError, TypeError) as error:              # TypeError: a field that this code has not
         raise CheckpointError(f"{path}: {error}") from None
+    if sum(value.numel() for value in checkpoint["model"].values()) < config.n_weights:  # before memory is taken for them
+        raise CheckpointError(f"{path}: weights do not fit: fewer than a model of its shape has; some are missing")
     return checkpoint
 
 
-def main():
-    from prepare_data import DataError, get_tokenizer, integer, number
+def is_weights(value):
+    return isinstance(value, dict) and all(isinstance(name, str) and isinstance(weight, torch.Tensor)
+                                           and weight.is_floating_point() for name, weight in value.items())
+
+
+CHECKPOINT = {"config": {field.name: object for field in fields(GPTConfig)}, "model": is_weights, "step": count,
+              "train": {"data": str}, "data": {"tokenizer": str, "vocab_size": count, "shards": dict}}
+
+
+@program
+def main(argv=None):
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
     parser.add_argument("checkpoint", help="a ckpt.pt written by train.py")
     parser.add_argument("--prompt", default="\n", help="text to continue")
-    parser.add_argument("--tokens", type=integer(1), default=200, help="how many to sample (200)")
-    parser.add_argument("--temperature", type=number(0), default=0.8, help="0 takes the likeliest token (0.8)")
+    parser.add_argument("--tokens", type=integer(1, 10 ** 6), default=200, help="how many to sample (200)")
+    parser.add_argument("--temperature", type=number(0, 1e6), default=0.8, help="0 takes the likeliest token (0.8)")
     parser.add_argument("--top_k", type=integer(1), default=200, help="sample among so many likeliest tokens (200)")
     parser.add_argument("--seed", type=integer(0), default=1337, help="of the sampling (1337)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        model = GPT.from_checkpoint(args.checkpoint, device)
-        tokenizer = get_tokenizer(model.checkpoint["data"]["tokenizer"])
-    except (CheckpointError, DataError) as error:
-        sys.exit(f"model.py: error: {error}")
+    model = GPT.from_checkpoint(args.checkpoint, device)
+    tokenizer = get_tokenizer(model.checkpoint["data"]["tokenizer"])
+    if tokenizer.n_vocab != model.config.vocab_size:
+        raise CheckpointError(f"{args.checkpoint}: vocab_size={model.config.vocab_size}, but its tokenizer "
+                              f"{tokenizer.name} has {tokenizer.n_vocab}")
     ids = tokenizer.encode_ordinary(args.prompt) or [tokenizer.eot_token]
     generator = torch.Generator(device).manual_seed(args.seed)
     started = time.perf_counter()
@@ -273,4 +290,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

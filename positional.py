@@ -23,10 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attention import STAY, Blocks, Path, Reflections, Rotation, orthogonal, precise, prefix_product, unit
-
-
-class UsageError(ValueError):
-    """Settings or a request that cannot be met; one line says what to type instead. Ends a program with status 2."""
+from checks import UsageError
 
 
 def prefix_sum(steps, start=None, dim=-2):

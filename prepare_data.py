@@ -10,17 +10,24 @@ modded-nanogpt. Each document ends with one end-of-text id; the next follows at 
 meta.json says what the tokens are. It is written last, so a directory without it is unfinished.
 """
 import argparse, collections, hashlib, itertools, json, multiprocessing, os, re, shutil, signal, sys, threading, time
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from math import inf
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
+
+from checks import DataError, count, integer, number, program, read_json, write_json
 
 HEADER = 256                                              # int32 words before the first token
 FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}    # token type: (magic, version); both are llm.c's
 SPLITS = ("train", "val")
 SPLIT_RULE = "val if BLAKE2b-64 of the document's UTF-8 text, as a big-endian fraction of 2^64, is below val_fraction"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+TOKENIZERS = ("gpt2", "bytes")
+SHARD = re.compile(r"(train|val)_\d{6}\.bin")             # no other name is read, so none outside the directory
+META = {"tokenizer": str, "vocab_size": count, "eot": count, "source": str, "arguments": dict}   # what meta.json must say
+META |= {key: dict.fromkeys(SPLITS, count) for key in ("documents", "tokens")}
+META["shards"] = dict.fromkeys(SPLITS, [{"file": lambda name: isinstance(name, str) and SHARD.fullmatch(name),
+                                         "tokens": count, "sha256": str}])
 PIECE = 1 << 18                                           # characters given to the tokenizer at once, bytes to a worker
 # A longer text is cut before a blank that follows a non-blank, the last such place. No match of GPT-2's pattern spans
 # it and none looks back, so both sides give the tokens they give in the whole text. Only a run without such a place
@@ -28,45 +35,12 @@ PIECE = 1 << 18                                           # characters given to 
 CUT = re.compile(rf"(?s).{{1,{PIECE}}}\Z|.{{0,{PIECE - 1}}}\S(?=[ \n])|(.{{1,{PIECE}}})")
 
 
-class DataError(ValueError):
-    """Bad input or bad data. One line: what was given, what is legal, what to type."""
-
-
-def number(low, high=inf, *, open_low=False, whole=False):
-    """argparse type: a finite number in [low, high], or in (low, high] with open_low."""
-    def parse(text):
-        try:
-            value = int(text) if whole and text.isdigit() else float(text)
-        except ValueError:
-            value = inf
-        if low <= value <= high and value < inf and not (open_low and value == low) and not (whole and value % 1):
-            return int(value) if whole else value
-        legal = f"{'whole ' * whole}number {'above' if open_low else 'from'} {low} to {high}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {legal}")
-    return parse
-
-
-def integer(low, high=inf):
-    """argparse type: a whole number in [low, high], written 512 or 1e8."""
-    return number(low, high, whole=True)
-
-
-def switch(text):
-    """argparse type: true, 1, yes or false, 0, no."""
-    if text.lower() not in ("true", "1", "yes", "false", "0", "no"):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of true, 1, yes, false, 0, no")
-    return text.lower() in ("true", "1", "yes")
-
-
 def read_meta(directory):
     """The dict in a prepared directory's meta.json. DataError, with the command to type, if there is none."""
     path = Path(directory) / "meta.json"
     try:
-        meta = json.loads(path.read_text())
-        if {"tokenizer", "vocab_size", "eot", "documents", "tokens", "shards", "arguments"} <= meta.keys():
-            return meta
-        raise ValueError("incomplete")
-    except (OSError, ValueError, AttributeError) as error:
+        return read_json(path, META)
+    except (OSError, ValueError) as error:
         what = "" if path.parent.name == "openwebtext" else " --dataset=stdlib --tokenizer=bytes"
         raise DataError(f"{directory} has no finished data (meta.json: {error}); type: python prepare_data.py{what} "
                         f"--out={directory}{' --overwrite' * path.exists()}") from None
@@ -90,7 +64,7 @@ class TokenShards:
             self.starts.append(self.starts[-1] + count)
         if not len(self):
             raise DataError(f"{directory} has no {split} tokens; prepare it again with another --val_fraction, "
-                            f"{'above' if split == 'val' else 'below'} {self.meta['arguments']['val_fraction']}, and from several "
+                            f"{'above' if split == 'val' else 'below'} {self.meta['arguments'].get('val_fraction')}, and from several "
                             f"documents, as each is on one side only")
 
     def __len__(self):
@@ -117,6 +91,8 @@ def get_tokenizer(name):
     if name == "bytes":
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i for i in range(256)},
                                  special_tokens={"<|endoftext|>": 256})
+    if name not in TOKENIZERS:
+        raise DataError(f"tokenizer={name}: use one of {', '.join(TOKENIZERS)}")
     found = ["no answer in 25 s"]
     def load():
         try:
@@ -154,7 +130,6 @@ def start_worker(tokenizer, *settings):
     global worker
     worker = get_tokenizer(tokenizer), *settings
     if parent := multiprocessing.parent_process():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)      # Ctrl-C is for the parent
         # A parent that is killed cannot end its workers, and they would wait for ever.
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
@@ -189,7 +164,9 @@ def encode_all(batches, num_proc, settings):
     with ProcessPoolExecutor(num_proc, multiprocessing.get_context("spawn"), start_worker, settings) as pool:
         waiting = collections.deque()
         for batch in batches:
+            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the workers inherit it: Ctrl-C is for the parent
             waiting.append(pool.submit(encode_batch, batch))
+            signal.signal(signal.SIGINT, handler)
             if len(waiting) > 3 * num_proc:
                 yield waiting.popleft().result()
         yield from (future.result() for future in waiting)
@@ -197,16 +174,19 @@ def encode_all(batches, num_proc, settings):
 
 def local_files(dataset):
     """stdlib, a path, a glob, or a directory with all below it -> [(path, bytes)], sorted; None for a hub id."""
-    given, legal, skip = Path(dataset).expanduser(), SUFFIXES, set()
-    if dataset == "stdlib":
-        given, legal = Path(os.__file__).parent, (".py",)
-        skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    if given.is_dir():
-        found = [p for p in given.rglob("*") if p.suffix in legal and not skip & set(p.relative_to(given).parts)]
-    elif re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", dataset) and given.suffix not in legal and not given.exists():
-        return None
-    else:
-        found = [given] if given.exists() else list(Path(given.anchor).glob(str(given.relative_to(given.anchor))))
+    try:
+        given, legal, skip = Path(dataset).expanduser(), SUFFIXES, set()
+        if dataset == "stdlib":
+            given, legal = Path(os.__file__).parent, (".py",)
+            skip = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+        if given.is_dir():
+            found = [p for p in given.rglob("*") if p.suffix in legal and not skip & set(p.relative_to(given).parts)]
+        elif re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", dataset) and given.suffix not in legal and not given.exists():
+            return None
+        else:
+            found = [given] if given.exists() else list(Path(given.anchor).glob(str(given.relative_to(given.anchor))))
+    except (ValueError, RuntimeError):                    # a ** that is no whole name; a ~ of no user
+        found, legal = [], SUFFIXES
     if not found or not all(p.suffix in legal for p in found):
         raise DataError(f"--dataset={dataset}: no file, or one of another kind than {', '.join(SUFFIXES)}; legal are "
                         f"paths, quoted globs and directories of these, stdlib, and hub ids")
@@ -307,7 +287,7 @@ def sha256(path):
 def clear(out):
     """Remove what a run has left. meta.json goes first: from then on the directory is unfinished."""
     for path in sorted(out.iterdir()):
-        if re.fullmatch(r"(meta\.json|(train|val)_\d{6}\.bin)(\.tmp)?", path.name):
+        if re.fullmatch(rf"(meta\.json|{SHARD.pattern})(\.tmp)?", path.name):
             path.unlink()
 
 
@@ -330,7 +310,7 @@ def check_disk(needs):
 def prepare(args):
     """Do what the command line says, or raise DataError or OSError."""
     from tqdm import tqdm
-    out, started = Path(args.out), time.time()
+    out, started = Path(args.out), time.perf_counter()
     files, fetch, downloads = local_files(args.dataset), str, []
     local = files is not None
     if args.val_fraction is None:
@@ -372,20 +352,21 @@ def prepare(args):
                 for split in tokens:
                     writers[split].write(tokens[split])
         if not counts["train"] + counts["val"]:
-            raise DataError(f"--dataset={args.dataset}: no document is left to write ({dict(counts)})")
+            raise DataError(f"--dataset={args.dataset}: no document is left to write ({dict(counts)}); "
+                            f"--min_doc_tokens={args.min_doc_tokens} may be too many")
         shards = {split: writers[split].write([], end=True) for split in SPLITS}
         meta = {"tokenizer": args.tokenizer, "vocab_size": tokenizer.n_vocab, "eot": tokenizer.eot_token,
                 "source": source, "split_rule": SPLIT_RULE, "documents": {split: counts[split] for split in SPLITS},
                 "tokens": {split: sum(shard["tokens"] for shard in shards[split]) for split in SPLITS},
                 "handled": {k: counts[k] for k in ("read", "empty_dropped", "short_dropped", "mended", "run_cut")},
                 "shards": shards, "arguments": arguments}
-        (out / "meta.json.tmp").write_text(json.dumps(meta, indent=1))
-        for name in [shard["file"] for shard in itertools.chain(*shards.values())] + ["meta.json"]:
-            os.replace(out / f"{name}.tmp", out / name)
+        for shard in itertools.chain(*shards.values()):
+            os.replace(out / f"{shard['file']}.tmp", out / shard["file"])
+        write_json(out / "meta.json", meta)
     except BaseException:
         clear(out)
         raise
-    seconds, n_tokens = time.time() - started, sum(meta["tokens"].values())
+    seconds, n_tokens = time.perf_counter() - started, sum(meta["tokens"].values())
     for split in SPLITS:
         print(f"{split}: {counts[split]:,} documents, {meta['tokens'][split]:,} tokens")
     print("{read:,} documents read; dropped {empty_dropped:,} empty and {short_dropped:,} too short; replaced what is no "
@@ -405,6 +386,7 @@ def verify(args):
     return int(bool(bad))
 
 
+@program
 def main(argv=None):
     parser = argparse.ArgumentParser(usage="python prepare_data.py [--key=value ...]", allow_abbrev=False,
                                      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -413,7 +395,7 @@ def main(argv=None):
         "directory of *.txt (a document each), *.jsonl or *.parquet; or stdlib, the source of Python's own library")
     add("--revision", default="main", help="branch or commit of a hub dataset (default main)")
     add("--text_column", default="text", help="the column of *.jsonl and *.parquet to take (default text)")
-    add("--tokenizer", default="gpt2", choices=("gpt2", "bytes"), help="gpt2, 50,257 ids (default), or bytes, 257 ids")
+    add("--tokenizer", default="gpt2", choices=TOKENIZERS, help="gpt2, 50,257 ids (default), or bytes, 257 ids")
     add("--out", help="directory to write (default: data/ and a name from --dataset, such as data/openwebtext)")
     add("--num_proc", type=integer(1, 1024), help="worker processes; the result is the same (default: what pays)")
     add("--limit_docs", type=integer(1), help="read only so many documents")
@@ -425,11 +407,7 @@ def main(argv=None):
     add("--verify", action="store_true", help="only compare the shards in --out with their checksums; 1 if one differs")
     args = parser.parse_args(argv)
     args.out = args.out or f"data/{re.sub(r'[^a-zA-Z0-9_-]', '', Path(args.dataset).stem) or 'local'}"
-    try:
-        return (verify if args.verify else prepare)(args) or 0
-    except (DataError, OSError, BrokenExecutor) as error:
-        print("prepare_data.py:", *str(error).split(), file=sys.stderr)
-        return 2
+    return (verify if args.verify else prepare)(args)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,14 @@ text. (2) A washed-out score is small, so far keys are alike. (3) But many alike
 tokens tends to 1, and only a bias, a window or growing logits hold it. (4) Then it matters what the far values add up
 to: without a route their common part arrives whole, with one it partly cancels. (5) All of it on a checkpoint.
 """
-import argparse
-import json
-import math
-import sys
+import argparse, math, sys
 
 import numpy as np
 import torch
 
-from eval_length import check_outputs, held_out, integers, label_of, layout, row_names, write_whole
-from model import GPT, CheckpointError
-from positional import UsageError
-from prepare_data import DataError, integer
+from checks import UsageError, check_outputs, integer, integers, program, whole, write_json
+from eval_length import held_out, label_of, layout, row_names
+from model import GPT
 
 HEAD_DIM, NEAR, LAMBDA, EPS = 64, 512, 4.0, 0.1  # coordinates; near tokens; half the logit range, nats; "mixed"
 SLOPE, WINDOW = 1 / 512, 1024                    # of part 3: nats per token of distance; tokens
@@ -243,7 +239,8 @@ def argument(path):
         axis.set(**{"xscale": "log", "yscale": "log", "ylim": (1e-5, 1.5)} | labels)
         axis.grid(alpha=0.2)
         axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    with whole(path, "wb") as file:
+        figure.savefig(file, dpi=110, format=path[-3:])
     plt.close(figure)
     print(f"picture: {path}")
 
@@ -407,6 +404,7 @@ def report(results):
     show("Far mass: softmax mass at least a training length back / its bound / its bound by the mean far logit", rows)
 
 
+@program
 def main(argv=None):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -416,26 +414,21 @@ def main(argv=None):
     parser.add_argument("more", nargs="*", metavar="CKPT", help="more checkpoints, after --ckpt=CKPT")
     parser.add_argument("--data", help="directory of prepare_data.py (the one the checkpoint was trained on)")
     parser.add_argument("--lengths", type=integers(1), help="e.g. 256,1024 (training length times 1, 2 ... 128)")
-    parser.add_argument("--texts", type=integer(1), default=2, help="places of the val split to measure at (2)")
+    parser.add_argument("--texts", type=integer(1, 10_000), default=2, help="places of the val split to measure at (2)")
     parser.add_argument("--json", help="write what was measured on the checkpoints to this file")
     args = parser.parse_args(argv)
-    args.ckpt += args.more
-    try:
-        check_outputs(args)
-        for name in ("data", "lengths", "json"):
-            if getattr(args, name) and not args.ckpt:
-                raise UsageError(f"{name}={getattr(args, name)}: is for checkpoints; add --ckpt=CKPT")
-        if args.ckpt:
-            results = [measure(path, args) for path in args.ckpt]
-            report(results)
-            if args.json:
-                write_whole(args.json, json.dumps(results) + "\n")
-        else:
-            argument(args.plot)
-    except (UsageError, DataError, CheckpointError) as error:
-        print(f"theory.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    args.inputs = args.ckpt + args.more
+    check_outputs(args)
+    for name in ("data", "lengths", "json"):
+        if getattr(args, name) and not args.inputs:
+            raise UsageError(f"{name}={getattr(args, name)}: is for checkpoints; add --ckpt=CKPT")
+    if args.inputs:
+        results = [measure(path, args) for path in args.inputs]
+        report(results)
+        if args.json:
+            write_json(args.json, results, indent=None)
+    else:
+        argument(args.plot)
 
 
 if __name__ == "__main__":

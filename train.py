@@ -6,18 +6,8 @@
 Every batch is a pure function of (seed, step, index in the batch), and dropout is reseeded at every step. So any number
 of ranks sees the same sequences, and a resumed run continues exactly. Output: OUT/ckpt.pt and OUT/log.jsonl.
 """
-import argparse
-import hashlib
-import json
-import math
-import os
-import platform
-import shutil
-import signal
-import subprocess
-import sys
-import time
-from contextlib import nullcontext
+import argparse, hashlib, json, math, os, platform, shutil, signal, subprocess, sys, time
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 
 import numpy as np
@@ -26,9 +16,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from model import GPT, CheckpointError, GPTConfig, read_checkpoint
-from positional import UsageError, check_upgrade
-from prepare_data import DataError, TokenShards, integer, number, switch
+from checks import CheckpointError, UsageError, integer, misfit, number, program, switch, whole
+from model import GPT, GPTConfig, is_weights, read_checkpoint
+from positional import check_upgrade
+from prepare_data import TokenShards
 
 # Every knob: name, default (that of --config=paper), type, what it is. --config=demo changes those under DEMO.
 KNOBS = (
@@ -86,6 +77,13 @@ def parse(argv):
     given = vars(parser.parse_args(argv))
     preset = given.get("config", "paper")
     settings = {name: default for name, default, *_ in KNOBS} | {"config": preset} | PRESETS[preset] | given
+    settings["out"] = settings["out"] or f"out/{settings['config']}-{settings['pos']}-{settings['seed']}"
+    check(settings)
+    return settings, set(given)
+
+
+def check(settings):
+    """UsageError for settings that do not fit together, before any data is read."""
     for name, legal in (("schedule", ("piecewise", "cosine")), ("device", ("auto", "cuda", "mps", "cpu")),
                         ("dtype", ("auto", "float32", "bfloat16"))):
         if settings[name] not in legal:
@@ -94,9 +92,10 @@ def parse(argv):
         raise UsageError(f"eval_tokens={settings['eval_tokens']}: give at least block_size={settings['block_size']}")
     if settings["resume"] and settings["overwrite"]:
         raise UsageError("resume and overwrite exclude each other: leave one out")
-    model_config(settings, vocab_size=1)  # refuses impossible models before any data is read
-    settings["out"] = settings["out"] or f"out/{settings['config']}-{settings['pos']}-{settings['seed']}"
-    return settings, set(given)
+    if settings["batch_size"] * settings["block_size"] > 2 ** 31:
+        raise UsageError(f"batch_size={settings['batch_size']}: times block_size={settings['block_size']} is more than "
+                         f"2^31 tokens a step")
+    model_config(settings, vocab_size=1)
 
 
 def model_config(settings, vocab_size):
@@ -196,23 +195,26 @@ def make_optimizer(model, settings, device):
     return torch.optim.AdamW(groups, lr=settings["lr"], betas=(0.9, settings["beta2"]), fused=device.type != "mps")
 
 
+def load_moments(optimizer, saved, path):
+    """What AdamW remembers of every parameter, if it is that; its settings are this run's own."""
+    def like(*shape):
+        return lambda value: is_weights({"": value}) and value.shape == shape
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = {i: {"step": like()} | dict.fromkeys(("exp_avg", "exp_avg_sq"), like(*p.shape)) for i, p in enumerate(params)}
+    wrong = misfit(saved, {"state": dict}) or saved["state"] and misfit(saved["state"], moments)  # {}: before step 1
+    if wrong:
+        raise CheckpointError(f"{path}: its optimizer is not that of its model: {wrong}; --init_from takes the weights alone")
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
+
+
 # ---------------------------------------------------------------- output
 
 def save_checkpoint(path, model, optimizer, step, settings, meta):
-    """Whole or absent: written beside `path` under another name, flushed to the disk, then renamed over it."""
+    """Whole or absent, so that a run killed while saving has its previous checkpoint."""
     content = {"config": asdict(model.config), "model": model.state_dict(), "optimizer": optimizer.state_dict(),
                "step": step, "train": settings, "data": meta}
-    unfinished = f"{path}.tmp"
-    try:
-        with open(unfinished, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        if os.path.exists(unfinished):
-            os.remove(unfinished)
-        raise
-    os.replace(unfinished, path)
+    with whole(path, "wb") as file:
+        torch.save(content, file)
 
 
 class Log:
@@ -221,15 +223,22 @@ class Log:
         """Resuming at step n drops what an earlier run logged after it, having saved nothing of it."""
         kept = []
         if keep_before is not None and os.path.exists(path):
-            with open(path) as file:
-                kept = [line for line in file if line.endswith("}\n") and json.loads(line)["step"] <= keep_before]
-        with open(path + ".tmp", "w") as file:
+            with open(path, errors="replace") as file:
+                kept = [line for line in file if logged_step(line) <= keep_before]
+        with whole(path) as file:
             file.writelines(kept)
-        os.replace(path + ".tmp", path)
         self.file = open(path, "a", buffering=1)
 
     def write(self, **entry):
         self.file.write(json.dumps(entry) + "\n")
+
+
+def logged_step(line):
+    """The step of a line of the log; inf for a line that a crash has cut short or spoilt."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith("}\n") else math.inf
+    except (ValueError, LookupError, TypeError):
+        return math.inf
 
 
 def environment(device, ranks):
@@ -259,10 +268,15 @@ def clock(seconds):
 def resumed_settings(settings, given, checkpoint, path):
     """A resumed run has the checkpoint's settings. A flag that says otherwise is refused, but for those that say where and
     how the same run is computed. (Of these, dtype changes rounding, and grad_accum dropout's masks.)"""
-    old = checkpoint["train"]
+    old = {name: checkpoint["train"].get(name) for name in settings}
+    for name, _, kind, _ in (*KNOBS, ("config", "", str, "")):  # as strict as the command line: it may come from anybody
+        with suppress(argparse.ArgumentTypeError):
+            if isinstance(old[name], (str, int, float)) and kind(str(old[name])) == old[name]:
+                continue
+        raise CheckpointError(f"{path}: no settings of a run: {name} is {old[name]!r}")
     for name in sorted(given - FREE_ON_RESUME):
-        if settings[name] != old.get(name):
-            raise UsageError(f"{name}={settings[name]}: {path} was trained with {name}={old.get(name)}; "
+        if settings[name] != old[name]:
+            raise UsageError(f"{name}={settings[name]}: {path} was trained with {name}={old[name]}; "
                              f"leave --{name} out, or choose another --out")
     return old | {name: settings[name] for name in FREE_ON_RESUME if name in given or name in ("out", "resume")} \
         | {"overwrite": False, "stop_at": settings["stop_at"]}
@@ -277,6 +291,7 @@ def train(settings, given, ranks):
                              "--overwrite, or choose another --out")
         checkpoint = read_checkpoint(path)
         settings = resumed_settings(settings, given, checkpoint, path)
+        check(settings)
     shards, held_out = TokenShards(settings["data"], "train"), TokenShards(settings["data"], "val")
     for split, row in (("train", shards), ("val", held_out)):
         if len(row) <= settings["block_size"]:
@@ -305,12 +320,14 @@ def train(settings, given, ranks):
     if settings["init_from"] and not checkpoint:
         upgrade(model, settings["init_from"])
     if checkpoint:
+        if asdict(model.config) != checkpoint["config"]:
+            raise CheckpointError(f"{path}: its config is not that of its settings and of {settings['data']}")
         model.load_weights(checkpoint["model"], path)
     model.to(device)
     optimizer = make_optimizer(model, settings, device)
     first = 0
     if checkpoint:
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        load_moments(optimizer, checkpoint.get("optimizer"), path)
         first = checkpoint["step"]
     if settings["compile"]:
         if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
@@ -387,13 +404,15 @@ def train(settings, given, ranks):
             logged, started = step, time.perf_counter()
         if step % settings["eval_interval"] == 0 or finished:
             began = time.perf_counter()
+            val = None
             if not stopping or step == last:  # who sends a signal may not wait for a validation
                 val = validation_loss(model, held_out, settings, ranks, autocast)
-                if not math.isfinite(val):
-                    raise FloatingPointError(f"step {step}: validation loss {val}; {diverged(path, settings)}")
-                if main:
-                    log.write(step=step, val=val, perplexity=math.exp(min(val, 700)))
-                    tqdm.write(f"step {step:>6}  validation loss {val:.4f}, perplexity {math.exp(min(val, 700)):.3f}")
+            if not math.isfinite(val or 0) or not all(p.isfinite().all() for p in model.parameters()):
+                raise FloatingPointError(f"step {step}: validation loss {val}, or a weight not finite; "
+                                         + diverged(path, settings))
+            if main and val is not None:
+                log.write(step=step, val=val, perplexity=math.exp(min(val, 700)))
+                tqdm.write(f"step {step:>6}  validation loss {val:.4f}, perplexity {math.exp(min(val, 700)):.3f}")
             if main:
                 save_checkpoint(path, model, optimizer, step, settings, shards.meta)
             started += time.perf_counter() - began  # the next line's ms are of training alone
@@ -423,22 +442,14 @@ def upgrade(model, source):
     model.load_weights(checkpoint["model"], source, missing_ok=lambda name: ".position.steps." in name)
 
 
+@program
 def main(argv=None):
-    ranks = None
+    settings, given = parse(argv)
     try:
-        settings, given = parse(argv)
-        ranks = Ranks(settings["device"])
-        train(settings, given, ranks)
-    except (UsageError, DataError, CheckpointError) as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        return 2
-    except (FloatingPointError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 1
+        train(settings, given, Ranks(settings["device"]))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,160 @@
+"""What all programs share: how they read numbers, judge what a file says, write files whole, refuse, and end.
+
+No PyTorch here, so that prepare_data.py and its workers start at once.
+"""
+import argparse, functools, json, math, os, re, reprlib, signal, sys
+from concurrent.futures import BrokenExecutor
+from contextlib import contextmanager
+
+
+class UsageError(ValueError):
+    """Settings or a request that cannot be met. One line, as in all three: what was given, what is legal, what to type."""
+class DataError(ValueError):
+    """Text, or prepared data, that cannot be used."""
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used."""
+
+
+# PyTorch has no class of its own for these: memory ran out, on whatever device; another rank has died.
+BREAKDOWN = re.compile("(allocate|enough|out of) memory|closed by peer|reset by peer|Broken pipe")
+
+
+def program(main):
+    """Decorator of a main(argv). It returns main's status, or says in one line why not: 2 for what cannot be used (a flag,
+    data, a file, a disk), 1 for a run that broke down, 130 if interrupted. All else is a mistake of ours: a traceback."""
+    @functools.wraps(main)
+    def run(argv=None):
+        for stream in (sys.stdout, sys.stderr):           # what a terminal cannot show must not end an hour's run
+            stream.reconfigure(errors="backslashreplace")
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            for word in sys.argv[1:] if argv is None else argv:
+                if re.fullmatch("--[^=]+=--", word):      # argparse would make it an empty list
+                    raise UsageError(f"{word}: give another value")
+            return main(argv) or 0
+        except KeyboardInterrupt:
+            status, why = 130, "interrupted"
+        except (UsageError, DataError, CheckpointError, OSError, BrokenExecutor) as error:
+            status, why = 2, error
+        except (FloatingPointError, MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not BREAKDOWN.search(str(error)):
+                raise
+            status, why = 1, error
+        print(f"{os.path.basename(main.__code__.co_filename)}: error:", *str(why).split(), file=sys.stderr)
+        return status
+    return run
+
+
+@contextmanager
+def whole(path, mode="w"):
+    """A file to write that gets its name `path` when all of it is on the disk. If that fails nothing is left of it."""
+    unfinished = f"{path}.tmp"
+    try:
+        with open(unfinished, mode) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException as error:
+        if os.path.exists(unfinished):
+            os.remove(unfinished)
+        fault = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save wraps that of a full disk
+        if isinstance(fault, OSError):
+            raise OSError(fault.errno, fault.strerror, str(path)) from None
+        raise
+
+
+def check_outputs(args):
+    """An hour's result must not fail for want of a directory, nor replace what it was made from."""
+    for name, kinds in (("json", (".json",)), ("plot", (".png", ".svg", ".pdf"))):
+        path = getattr(args, name)
+        folder = os.path.dirname(path or "") or "."
+        if path and not os.path.isdir(folder):
+            raise UsageError(f"{name}={path}: there is no directory {folder}; make it first")
+        if path and (not path.endswith(kinds) or os.path.isdir(path)
+                     or os.path.realpath(path) in map(os.path.realpath, args.inputs)):
+            raise UsageError(f"{name}={path}: name a file that ends in {' or '.join(kinds)} and is not read from")
+
+
+# ---------------------------------------------------------------- numbers on the command line
+
+def number(low, high=math.inf, kind=float):
+    """argparse type: a finite number in [low, high]."""
+    def parse(text):
+        try:
+            value = int(text) if kind is int and text.isdigit() else float(text)
+        except ValueError:
+            value = math.inf
+        if low <= value <= high and value < math.inf and kind(value) == value:
+            return kind(value)
+        legal = f"a {'whole ' * (kind is int)}number from {low} to {high}"
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not {legal}")
+    return parse
+
+
+def integer(low, high=2 ** 53):
+    """argparse type: a whole number in [low, high], written 512 or 1e8."""
+    return number(low, high, int)
+
+
+def integers(low):
+    """argparse type: 'a,b,c', each a whole number from `low`."""
+    return lambda text: [integer(low)(part) for part in text.split(",")]
+
+
+def switch(text):
+    """argparse type: true, 1, yes or false, 0, no."""
+    if text.lower() not in ("true", "1", "yes", "false", "0", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of true, 1, yes, false, 0, no")
+    return text.lower() in ("true", "1", "yes")
+
+
+# ---------------------------------------------------------------- what files say
+
+def count(value):
+    return type(value) is int and 0 <= value <= 2 ** 53
+
+
+def real(value):
+    return value is None or type(value) is float or count(value)
+
+
+def misfit(value, shape, name=""):
+    """Where `value`, read from a file that anybody may have written, is not of `shape`, and what stands there; else "".
+    A shape is a type, a test, a list with the shape of each item, or a dict with the shapes of the keys it must have."""
+    if isinstance(shape, dict) and isinstance(value, dict):
+        missing = [f"{name} has no {key}".strip() for key in shape if key not in value]
+        found = missing or [misfit(value[key], part, f"{name}/{key}".strip("/")) for key, part in shape.items()]
+    elif isinstance(shape, list) and isinstance(value, list):
+        found = [misfit(item, shape[0], f"{name}/{i}".strip("/")) for i, item in enumerate(value)]
+    elif isinstance(shape, (dict, list)) or not (isinstance(value, shape) if isinstance(shape, type) else shape(value)):
+        found = [f"{name or 'all of it'} is {reprlib.repr(value)}"]
+    else:
+        found = []
+    return next(filter(None, found), "")
+
+
+def read_json(path, shape):
+    """What a JSON file says, if it is of `shape`; ValueError or OSError if not."""
+    with open(path) as file:
+        try:
+            value = json.load(file)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+    if wrong := misfit(value, shape):
+        raise ValueError(wrong)
+    return value
+
+
+def write_json(path, value, indent=1):
+    with whole(path) as file:
+        json.dump(plain(value), file, indent=indent, allow_nan=False)
+
+
+def plain(value):
+    """value with null for every number that is not finite: JSON has no inf."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
