@@ -12,7 +12,6 @@ causal) over what the product does in that time. Memory is a turn's peak above w
 moments. Cases share their weights, so that all fit.
 """
 import argparse, importlib, json, os, statistics, sys, time
-from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -143,7 +142,7 @@ def compare(cases, kind, length, dtype, args, device):
 
     def turn_of(case):
         def turn():
-            with torch.autocast(device.type, torch.bfloat16) if dtype == torch.bfloat16 else nullcontext():
+            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
                 getattr(case, kind)(idx, targets)
         return turn
 
@@ -252,7 +251,7 @@ def main(argv=None):
     add("--repeats", type=integer(1), default=5, help="turns that count (5)")
     add("--warmup", type=integer(0), default=1, help="turns before, that do not (1)")
     add("--profile", action="store_true", help="say where the time of one turn goes instead")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda where there is one, else cpu")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(auto)")
     add("--threads", type=integer(1), help="of the CPU (default: one a core)")
     add("--cpu_time", action="store_true", help="seconds that the CPU gave us, for shared ones; with --threads=1")
     add("--json", help="write all numbers to this file")
@@ -266,10 +265,7 @@ def main(argv=None):
         raise UsageError(f"against={args.against}: is timed in training only; leave --eval and --generate out")
     if args.plot and len(set(args.eval)) < 3:
         raise UsageError(f"plot={args.plot}: needs --eval with three lengths or more")
-    cuda = torch.cuda.is_available()
-    device = torch.device(("cuda" if cuda else "cpu") if args.device == "auto" else args.device)
-    if device.type == "cuda" and not cuda:
-        raise UsageError("device=cuda: there is none on this machine; use --device=cpu")
+    device = own.device_of(args.device)
     torch.set_num_threads(args.threads or torch.get_num_threads())
     cases, rows = build(args, device), []
     where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"

@@ -11,14 +11,13 @@ targets in the second half of every training-length block: they had at least hal
 Long windows span many documents.
 """
 import argparse, json, math, sys, time
-from contextlib import nullcontext
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from checks import UsageError, check_outputs, count, integer, integers, program, read_json, real, whole, write_json
-from model import GPT
+from model import GPT, autocast_for, device_of
 from positional import ConstantRotation
 from prepare_data import TokenShards
 from train import FREE_ON_RESUME
@@ -194,11 +193,8 @@ def plan(shards, block_size, lengths, n_tokens):
 
 def evaluate(path, args):
     """Everything the report says of one checkpoint, as a dict that JSON can hold."""
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-    if (device.type == "cuda" and not torch.cuda.is_available()) or \
-            (device.type == "mps" and not torch.backends.mps.is_available()):
-        raise UsageError(f"device={device.type}: there is none on this machine; use --device=cpu")
-    low = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
+    device = device_of(args.device)
+    autocast = autocast_for(device, args.dtype)
     model = GPT.from_checkpoint(path, device)
     config, checkpoint = model.config, model.checkpoint
     check_tricks(model, path, args)
@@ -209,9 +205,6 @@ def evaluate(path, args):
 
     def setup(length):
         apply_tricks(model, length, args.ntk, args.window, args.logn)
-
-    def autocast():
-        return torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
 
     label = label_of(config, args)
     started = time.perf_counter()
@@ -230,7 +223,7 @@ def evaluate(path, args):
         "seed": config.seed, "block_size": config.block_size, "step": checkpoint["step"],
         "parameters": sum(p.numel() for p in model.parameters()), "train": checkpoint["train"],
         "protocol": protocol(n_tokens, lengths, config.block_size), "data": shards.meta["source"],
-        "ntk": args.ntk, "window": args.window, "logn": args.logn, "dtype": "bfloat16" if low else "float32",
+        "ntk": args.ntk, "window": args.window, "logn": args.logn, "dtype": "bfloat16" if autocast.keywords["enabled"] else "float32",
         "device": device.type, "targets": n_tokens, "seconds": time.perf_counter() - started, "lengths": rows,
         "by_position": loss_by_position(losses[max(lengths)], max(lengths)), "recall": recall}
 
@@ -425,7 +418,7 @@ def main(argv=None):
         "(default 0: no probe)")
     add("--gaps", type=integers(0), help="tokens between the copies (default: 0, then 0.5, 1, 2 ... 64 training lengths)")
     add("--average", action="store_true", help="show runs that differ only in their seed as one: mean ± standard error")
-    add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto", help="auto: cuda where there is one, else cpu")
+    add("--device", choices=("auto", "cuda", "mps", "cpu"), default="auto", help="auto: cuda, else mps, else cpu")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16: autocast (auto: on CUDA only)")
     args = parser.parse_args(argv)
     check_outputs(args)

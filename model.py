@@ -6,6 +6,7 @@ There is no maximum length: block_size is the *training* length, and any other c
 """
 import argparse, math, pickle, struct, sys, time, zipfile, zlib
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -224,6 +225,23 @@ class GPT(nn.Module):
         self.load_state_dict(weights, strict=False)
 
 
+def device_of(wanted="auto"):
+    """The device that was asked for: cuda, mps, cpu, or auto, the first of these that is there. UsageError if it is not."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind = next(filter(there.get, there)) if wanted == "auto" else wanted
+    if not there[kind]:
+        raise UsageError(f"device={kind}: there is none on this machine; use --device=cpu")
+    return torch.device(kind)
+
+
+def autocast_for(device, dtype):
+    """A function that makes the context to compute in: bfloat16 autocast, for auto on CUDA only, or float32."""
+    low = dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
+    if low and device.type == "mps":
+        raise UsageError("dtype=bfloat16: not used on MPS; use --dtype=float32")
+    return partial(torch.autocast, device.type, torch.bfloat16, enabled=low)
+
+
 def strip_prefixes(name):
     """'module._orig_mod.embed.weight' to 'embed.weight': DDP and torch.compile wrap names, in either order."""
     while name.startswith(("module.", "_orig_mod.")):
@@ -275,7 +293,7 @@ def main(argv=None):
     parser.add_argument("--top_k", type=integer(1), default=200, help="sample among so many likeliest tokens (200)")
     parser.add_argument("--seed", type=integer(0), default=1337, help="of the sampling (1337)")
     args = parser.parse_args(argv)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of()
     model = GPT.from_checkpoint(args.checkpoint, device)
     tokenizer = get_tokenizer(model.checkpoint["data"]["tokenizer"])
     if tokenizer.n_vocab != model.config.vocab_size:

@@ -15,7 +15,7 @@ import torch
 
 from checks import UsageError, check_outputs, integer, integers, program, whole, write_json
 from eval_length import held_out, label_of, layout, row_names
-from model import GPT
+from model import GPT, device_of
 
 HEAD_DIM, NEAR, LAMBDA, EPS = 64, 512, 4.0, 0.1  # coordinates; near tokens; half the logit range, nats; "mixed"
 SLOPE, WINDOW = 1 / 512, 1024                    # of part 3: nats per token of distance; tokens
@@ -332,7 +332,7 @@ def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
 
 def measure(path, args):
     """Everything the report says of one checkpoint, as a dict that JSON can hold."""
-    model = GPT.from_checkpoint(path, "cuda" if torch.cuda.is_available() else "cpu")
+    model = GPT.from_checkpoint(path, device_of())
     config, trained = model.config, model.checkpoint
     if config.pos.split("+")[0] == "path":
         raise UsageError(f"ckpt={path}: pos={config.pos} has no common frame; measure one with orthogonal steps")

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from checks import CheckpointError, UsageError, integer, misfit, number, program, switch, whole
-from model import GPT, GPTConfig, is_weights, read_checkpoint
+from model import GPT, GPTConfig, autocast_for, device_of, is_weights, read_checkpoint
 from positional import check_upgrade
 from prepare_data import TokenShards
 
@@ -108,19 +108,17 @@ class Ranks:
     def __init__(self, wanted):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local = int(os.environ.get("LOCAL_RANK", 0))
-        kind = wanted
-        if wanted == "auto":
-            kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        if kind == "cuda" and local >= torch.cuda.device_count():
-            raise UsageError(f"device=cuda: rank {local} of this machine has no GPU, there are "
-                             f"{torch.cuda.device_count()}; use --device=cpu or a smaller --nproc_per_node")
-        if kind == "mps" and (self.size > 1 or not torch.backends.mps.is_available()):
-            raise UsageError("device=mps: needs Apple silicon and a single process; use --device=cpu")
-        self.device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
-        if kind == "cuda":
+        self.device = device_of(wanted)
+        if self.device.type == "mps" and self.size > 1:
+            raise UsageError("device=mps: needs a single process; use --device=cpu")
+        if self.device.type == "cuda":
+            if local >= torch.cuda.device_count():
+                raise UsageError(f"device=cuda: rank {local} of this machine has no GPU, there are "
+                                 f"{torch.cuda.device_count()}; use --device=cpu or a smaller --nproc_per_node")
+            self.device = torch.device("cuda", local)
             torch.cuda.set_device(self.device)
         if "RANK" in os.environ:
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
     def sum(self, values):
         """values (a list of numbers or scalar tensors) summed over the ranks, as Python floats."""
@@ -303,12 +301,8 @@ def train(settings, given, ranks):
     if checkpoint and checkpoint["data"]["shards"] != shards.meta["shards"]:
         raise UsageError(f"data={settings['data']}: not the tokens that {path} was trained on")
     device = ranks.device
-    low = settings["dtype"] == "bfloat16" or (settings["dtype"] == "auto" and device.type == "cuda")
-    if low and device.type == "mps":
-        raise UsageError("dtype=bfloat16: not used on MPS; use --dtype=float32")
-
-    def autocast():
-        return torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
+    autocast = autocast_for(device, settings["dtype"])
+    low = autocast.keywords["enabled"]
 
     def batch(step, accum):
         """What this rank takes in pass `accum` of a step: r micro ... (r + 1) micro of the pass's sequences."""
