@@ -199,8 +199,7 @@ def load_moments(optimizer, saved, path):
         return lambda value: is_weights({"": value}) and value.shape == shape
     params = [p for group in optimizer.param_groups for p in group["params"]]
     moments = {i: {"step": like()} | dict.fromkeys(("exp_avg", "exp_avg_sq"), like(*p.shape)) for i, p in enumerate(params)}
-    wrong = misfit(saved, {"state": dict}) or saved["state"] and misfit(saved["state"], moments)  # {}: before step 1
-    if wrong:
+    if wrong := misfit(saved, {"state": dict}) or saved["state"] and misfit(saved["state"], moments):  # {}: before step 1
         raise CheckpointError(f"{path}: its optimizer is not that of its model: {wrong}; --init_from takes the weights alone")
     optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
 
