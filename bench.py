@@ -11,7 +11,7 @@ product takes turns too: MFU is the arithmetic that the model needs (flops_per_t
 causal) over what the product does in that time. Memory is a turn's peak above what was held before: not weights, not
 moments. Cases share their weights, so that all fit.
 """
-import argparse, importlib, json, os, statistics, sys, time
+import argparse, importlib, os, statistics, sys, time
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import model as own
 from attention import Cache
-from checks import UsageError, check_outputs, integer, integers, program, whole
+from checks import UsageError, check_outputs, integer, integers, program, whole, write_json
 from eval_length import layout
 from train import device_name, make_optimizer
 
@@ -278,9 +278,8 @@ def main(argv=None):
     if args.plot:
         print(scaling([r for r in rows if r["kind"] == "eval"], args.plot))
     if args.json:
-        with whole(args.json) as file:
-            kept = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
-            json.dump({"where": where, "rows": rows, "arguments": kept}, file, indent=1)
+        kept = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
+        write_json(args.json, {"where": where, "rows": rows, "arguments": kept})
 
 
 if __name__ == "__main__":

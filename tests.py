@@ -2981,11 +2981,11 @@ def test_a_text_of_one_letter_is_learnt_to_loss_0(tmp_path, capsys):
 
 def test_nan_in_one_rank_stops_all_and_saves_nothing(corpus, tmp_path, forks, trained):
     spoilt = """
-def poisoned(shards, settings, step, indices, original=train.training_batch):
+def poisoned(settings, step, original=train.learning_rate):
     if step == 3 and os.environ["RANK"] == "1":
         train.GPT.forward = lambda self, *_: (None, sum(p.sum() for p in self.parameters()) * float("nan"))
-    return original(shards, settings, step, indices)
-train.training_batch = poisoned"""
+    return original(settings, step)
+train.learning_rate = poisoned"""
     argv = PROGRAMS["train"][0](corpus, trained, f"{tmp_path}/out")
     for status, said in forks.run(*ranks(*argv, BEFORE=spoilt)):
         assert status == 1 and "step 4" in said and "Traceback" not in said, said
