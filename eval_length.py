@@ -327,38 +327,38 @@ def layout(lines):
 
 
 def plot(results, path):
-    """Ratio against length, loss against position, and recall where it was probed; the training length is marked."""
+    """Ratio against length, loss against position, and recall where it was probed; the training length is marked. Models
+    trained at several lengths are drawn against multiples of these."""
     try:
         import matplotlib
     except ImportError:
         raise UsageError(f"plot={path}: needs matplotlib; pip install matplotlib, or leave --plot out") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    recall = any(r["recall"] for r in results)
+    recall, trained = any(r["recall"] for r in results), {r["block_size"] for r in results}
     figure, axes = plt.subplots(1, 2 + recall, figsize=(6 * (2 + recall), 4.5))
     for name, r in zip(row_names(results), results):
-        rows = [row for row in r["lengths"] if math.isfinite(row["ratio"])]
-        axes[0].errorbar([row["length"] for row in rows], [row["ratio"] for row in rows],
+        rows, unit = [row for row in r["lengths"] if math.isfinite(row["ratio"])], r["block_size"] if len(trained) > 1 else 1
+        axes[0].errorbar([row["length"] / unit for row in rows], [row["ratio"] for row in rows],
                          yerr=[row["ratio_error"] or 0 for row in rows], marker="o", markersize=3, label=name)
         by_position = r["by_position"]
         ends = by_position["first_position"][1:] + [by_position["length"]]
-        middles = [math.sqrt((a + 1) * b) for a, b in zip(by_position["first_position"], ends)]
+        middles = [math.sqrt((a + 1) * b) / unit for a, b in zip(by_position["first_position"], ends)]
         axes[1].plot(middles, by_position["loss"], label=name)
         if r["recall"]:
-            axes[-1].errorbar([row["gap"] for row in r["recall"]], [row["gain"] for row in r["recall"]],
+            axes[-1].errorbar([row["gap"] / unit for row in r["recall"]], [row["gain"] for row in r["recall"]],
                               yerr=[row["gain_error"] or 0 for row in r["recall"]], marker="o", markersize=3, label=name)
-    titles = [("window length (tokens)", "perplexity / perplexity at the training length"),
-              ("position in the longest window (tokens)", "loss (nats per token)"),
-              ("gap between the copies (tokens)", "gain on the second copy (nats per token)")]
+    titles = [("window length", "perplexity / perplexity at the training length"),
+              ("position in the longest window", "loss (nats per token)"),
+              ("gap between the copies", "gain on the second copy (nats per token)")]
     axes[0].set_yscale("log")
     axes[0].yaxis.set_major_formatter("{x:g}")
     axes[0].yaxis.set_minor_formatter("{x:g}")
     for axis, (x, y) in zip(axes, titles):
         axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:,.0f}")
-        axis.set(xlabel=x, ylabel=y)
-        for block_size in {r["block_size"] for r in results}:
-            axis.axvline(block_size, color="gray", linestyle=":", linewidth=1)
+        axis.xaxis.set_major_formatter("{x:,g}")
+        axis.set(xlabel=f"{x} ({'tokens' if len(trained) == 1 else 'training lengths'})", ylabel=y)
+        axis.axvline(max(trained) / unit, color="gray", linestyle=":", linewidth=1)
         axis.grid(alpha=0.2)
     axes[0].legend(fontsize=8)
     axes[0].set_title("dotted: training length", fontsize=8, loc="right")

@@ -1846,6 +1846,16 @@ def test_an_average_is_over_seeds_alone_with_the_standard_error_over_them(tmp_pa
     assert "2.000 ±0.577" in capsys.readouterr().out
 
 
+def test_a_picture_of_several_training_lengths_is_in_multiples_of_them(tmp_path, monkeypatch):
+    plt = pytest.importorskip("matplotlib.pyplot", reason="the picture needs matplotlib")
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    rows = eval_length.summarize({64: np.ones(1024), 128: np.ones(1024)}, [64, 128], 64)
+    for sizes, unit, ends in (([64, 64], "tokens", [128, 128]), ([64, 128], "training lengths", [2, 1])):
+        eval_length.plot([result_of(rows, block_size=size) for size in sizes], f"{tmp_path}/p.png")
+        axis = plt.gcf().axes[0]
+        assert unit in axis.get_xlabel() and [c.lines[0].get_xdata()[-1] for c in axis.containers] == ends
+
+
 def test_logn_starts_at_the_training_length():
     model = tiny(pos="rope")
     eval_length.apply_tricks(model, 320, logn=True)
