@@ -47,7 +47,7 @@ class Attention(nn.Module):
             if cache is not None:
                 cache.rewrite(k)
         else:
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)   # what is not yet: float32 until here
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
             y = causal_attention(q, k, v, frame.key_bias, self.window) if cache is None else \
                 cached_attention(q, *cache.append(k, v, frame), self.window)
 
@@ -82,8 +82,8 @@ class Rotation:
 
 
 class Turn(torch.autograd.Function):
-    """rotate, for autograd: the way back is the opposite turn, and a phase moves y along y turned by 90 degrees. So
-    nothing is kept but y, which attention keeps anyway; without this a rotation takes twice the time and memory."""
+    """rotate, for autograd, of which alone phase is an input: the way back is the opposite turn, and a phase moves y along y
+    turned by 90 degrees. So nothing is kept but y, which attention keeps anyway; else a rotation takes twice the time."""
     @staticmethod
     def forward(ctx, x, phase, cos, sin):
         y = rotate(x, cos, sin)
@@ -240,9 +240,9 @@ def append_bias(q, k, v, key_bias):
     c = ((key_bias - middle) * D ** 0.5).to(k.device, torch.promote_types(k.dtype, torch.float32)).expand(B, H, T)
     if k.dtype == torch.bfloat16 or k.is_cuda:
         high = c.bfloat16()
-        middle = (c - high).detach().bfloat16()
-        low = (c - high - middle).detach().bfloat16()
-        parts = torch.stack((high, middle, low), dim=-1)
+        second = (c - high).detach().bfloat16()                  # gradients pass through the first part alone
+        third = (c - high - second).detach().bfloat16()
+        parts = torch.stack((high, second, third), dim=-1)
         padding = -(D + 3) % 8          # CUDA's fused kernels want a multiple of 8; the CPU's do not
     else:
         parts, padding = c[..., None], 0

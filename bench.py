@@ -21,8 +21,8 @@ import torch.nn.functional as F
 
 import model as own
 from attention import Cache
-from checks import UsageError, check_outputs, integer, integers, program, whole, write_json
-from eval_length import layout
+from checks import UsageError, check_outputs, integer, integers, program, write_json
+from eval_length import layout, picture
 from train import device_name, make_optimizer
 
 MECHANISMS = "rope,randrot_qkv,accrot_qk,accrot_qkv,accrot_qkv:hidden,alibi,fox"
@@ -136,23 +136,24 @@ def spread(values):
 
 def compare(cases, kind, length, dtype, args, device):
     """One row a case: each takes args.repeats turns, after args.warmup that do not count. With --profile, no rows."""
+    cases = [case for case in cases if kind == "train" or not case.name.endswith(" compiled")]  # these run eagerly
     config, base = cases[0].model.config, cases[0].name
     batch = {"train": args.batch_size, "eval": max(1, args.batch_size * 512 // length), "generate": 1}[kind]
     idx, targets = torch.randint(config.vocab_size, (2, batch, length)).to(device)
 
     def turn_of(case):
         def turn():
-            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            with own.autocast_for(device, dtype)():
                 getattr(case, kind)(idx, targets)
         return turn
 
     turns = {case.name: turn_of(case) for case in cases}
     if kind == "eval":  # attention's kernel alone, in all layers together
-        q = torch.randn(batch, config.n_head, length, config.head_dim, device=device, dtype=dtype)
+        q = torch.randn(batch, config.n_head, length, config.head_dim, device=device, dtype=DTYPES[dtype])
         turns["attention alone"] = lambda: [F.scaled_dot_product_attention(q, q, q, is_causal=True)
                                             for _ in range(config.n_layer)]
     n = 8192 if device.type == "cuda" else 2048
-    a = torch.randn(n, n, device=device, dtype=dtype)
+    a = torch.randn(n, n, device=device, dtype=DTYPES[dtype])
     turns["product"] = lambda: a @ a
     if args.profile:
         return [print(profile(turn, name, device), flush=True) for name, turn in turns.items()][:0]
@@ -173,7 +174,7 @@ def compare(cases, kind, length, dtype, args, device):
     for name, values in times.items():
         (seconds, error), (ratio, off) = spread(values), spread([a / b for a, b in zip(values, times[base])])
         need = tokens * flops[name] / (1 if kind == "train" else 3)  # 6 per weight are 2 forward, 4 backward
-        rows.append({"kind": kind, "length": length, "batch": batch, "dtype": str(dtype)[6:], "case": name,
+        rows.append({"kind": kind, "length": length, "batch": batch, "dtype": dtype, "case": name,
                      "parameters": sizes.get(name, 0), "ms": seconds * 1e3, "ms_error": error * 1e3, "ratio": ratio,
                      "ratio_error": off, "tokens_per_s": tokens / seconds, "memory": max(m for _, m in seen[name]),
                      "mfu": need / seconds / rate, "floor_ms": need / rate * 1e3, "product_flops_per_s": rate})
@@ -208,25 +209,20 @@ def profile(turn, name, device, top=16):
 def scaling(rows, path):
     """Fit the time of one window of T tokens by a T + b T^2 (least squares of relative errors), compare b with that of
     attention's kernel alone, and draw all."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axis = plt.subplots(figsize=(6, 4))
-    fits, lines = {}, [["", "a (us/token)", "b (ns/token^2)", "b over attention alone"]]
+    fits, points, lines = {}, {}, [["", "a (us/token)", "b (ns/token^2)", "b over attention alone"]]
     for name in dict.fromkeys(r["case"] for r in rows):
         T, t = np.array([(r["length"], r["ms"] * 1e3 / r["batch"]) for r in rows if r["case"] == name]).T
         terms = np.stack((T, T ** 2), 1) / t[:, None]
         fits[name] = np.linalg.lstsq(terms, np.ones_like(t), rcond=None)[0]
-        line, = axis.loglog(T, t / T, "o", markersize=3)
-        axis.loglog(T, terms @ fits[name] * t / T, color=line.get_color(), linewidth=1, label=name)
+        points[name] = T, t / T
     for name, (a, b) in fits.items():
         lines.append([name, f"{a:.3f}", f"{b * 1e3:.4f}", f"{b / fits['attention alone'][1]:.3f}"])
-    axis.set(xlabel="window length T (tokens)", ylabel="microseconds per token", title="lines: a + b T")
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    with whole(path, "wb") as file:
-        figure.savefig(file, dpi=120, format=path[-3:])
-    plt.close(figure)
+    with picture(path, 1, 1, figsize=(6, 4)) as axis:
+        for name, (T, each) in points.items():
+            line, = axis.loglog(T, each, "o", markersize=3)
+            axis.loglog(T, fits[name][0] + fits[name][1] * T, color=line.get_color(), linewidth=1, label=name)
+        axis.set(xlabel="window length T (tokens)", ylabel="microseconds per token", title="lines: a + b T")
+        axis.legend(fontsize=8)
     return "\ntime = a T + b T^2\n" + layout(lines)
 
 
@@ -265,21 +261,21 @@ def main(argv=None):
         raise UsageError(f"against={args.against}: is timed in training only; leave --eval and --generate out")
     if args.plot and len(set(args.eval)) < 3:
         raise UsageError(f"plot={args.plot}: needs --eval with three lengths or more")
-    device = own.device_of(args.device)
+    device = own.device_of("cpu" if args.device == "auto" and not torch.cuda.is_available() else args.device)
     torch.set_num_threads(args.threads or torch.get_num_threads())
     cases, rows = build(args, device), []
     where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     print(where + ", seconds of CPU" * args.cpu_time)
     for kind, length, dtype in [(kind, length, dtype) for kind in ("train", "eval", "generate")
                                 for length in getattr(args, kind) for dtype in args.dtype.split(",")]:
-        if new := compare(cases, kind, length, DTYPES[dtype], args, device):
+        if new := compare(cases, kind, length, dtype, args, device):
             print(table(new), flush=True)
             rows += new
+    if args.json:
+        kept = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "inputs")}
+        write_json(args.json, {"where": where, "rows": rows, "arguments": kept})
     if args.plot:
         print(scaling([r for r in rows if r["kind"] == "eval"], args.plot))
-    if args.json:
-        kept = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
-        write_json(args.json, {"where": where, "rows": rows, "arguments": kept})
 
 
 if __name__ == "__main__":

@@ -112,10 +112,12 @@ def switch(text):
 # ---------------------------------------------------------------- what files say
 
 def count(value):
+    """Whether a file's value is a number of things."""
     return type(value) is int and 0 <= value <= 2 ** 53
 
 
 def real(value):
+    """Whether a file's value is a number, or null for one that is not finite."""
     return value is None or type(value) is float or count(value)
 
 
@@ -147,14 +149,7 @@ def read_json(path, shape):
 
 
 def write_json(path, value, indent=1):
+    """`value` as JSON, written whole, with null for every number that is not finite: JSON has no inf."""
+    value = json.loads(json.dumps(value), parse_constant=lambda name: None)
     with whole(path) as file:
-        json.dump(plain(value), file, indent=indent, allow_nan=False)
-
-
-def plain(value):
-    """value with null for every number that is not finite: JSON has no inf."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        json.dump(value, file, indent=indent, allow_nan=False)

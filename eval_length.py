@@ -11,6 +11,7 @@ targets in the second half of every training-length block: they had at least hal
 Long windows span many documents.
 """
 import argparse, json, math, sys, time
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -182,13 +183,13 @@ def plan(shards, block_size, lengths, n_tokens):
         if length > available:
             raise UsageError(f"lengths={length}: the val split has only {available} targets; use --lengths=... up to "
                              "that, or prepare more text (prepare_data.py --val_fraction)")
-    whole = math.lcm(*lengths)
+    multiple = math.lcm(*lengths)
     wanted = min(available, n_tokens or 8 * max(lengths))
-    if whole > wanted:
+    if multiple > wanted:
         raise UsageError(f"tokens={wanted}: the lengths {', '.join(map(str, lengths))} all divide only multiples of "
-                         f"{whole}; use lengths that divide the longest, and --tokens from {whole}"
-                         + (f" (the val split has {available})" if whole > available else ""))
-    return lengths, wanted // whole * whole
+                         f"{multiple}; use lengths that divide the longest, and --tokens from {multiple}"
+                         + (f" (the val split has {available})" if multiple > available else ""))
+    return lengths, wanted // multiple * multiple
 
 
 def evaluate(path, args):
@@ -200,8 +201,11 @@ def evaluate(path, args):
     check_tricks(model, path, args)
     shards = held_out(args.data, checkpoint, path)
     lengths, n_tokens = plan(shards, config.block_size, args.lengths, args.tokens)
-    gaps = args.gaps or [0, *(config.block_size * 2 ** k // 2 for k in range(8))]
-    gaps = [gap for gap in gaps if gap + config.block_size < len(shards)] if args.recall else []
+    longest = len(shards) - config.block_size - 1
+    gaps = [gap for gap in [0, *(config.block_size * 2 ** k // 2 for k in range(8))] if gap <= longest and args.recall]
+    if args.gaps and (not args.recall or max(args.gaps) > longest):
+        raise UsageError(f"gaps={max(args.gaps)}: needs --recall=PASSAGES, and the val split has room for {longest}")
+    gaps = args.gaps or gaps
 
     def setup(length):
         apply_tricks(model, length, args.ntk, args.window, args.logn)
@@ -223,8 +227,8 @@ def evaluate(path, args):
         "seed": config.seed, "block_size": config.block_size, "step": checkpoint["step"],
         "parameters": sum(p.numel() for p in model.parameters()), "train": checkpoint["train"],
         "protocol": protocol(n_tokens, lengths, config.block_size), "data": shards.meta["source"],
-        "ntk": args.ntk, "window": args.window, "logn": args.logn, "dtype": "bfloat16" if autocast.keywords["enabled"] else "float32",
-        "device": device.type, "targets": n_tokens, "seconds": time.perf_counter() - started, "lengths": rows,
+        "ntk": args.ntk, "window": args.window, "logn": args.logn,
+        "dtype": "bfloat16" if autocast.keywords["enabled"] else "float32", "device": device.type, "targets": n_tokens, "seconds": time.perf_counter() - started, "lengths": rows,
         "by_position": loss_by_position(losses[max(lengths)], max(lengths)), "recall": recall}
 
 
@@ -289,16 +293,16 @@ def row_names(results):
 def table(results, kind=""):
     """One row a result: ratios of all ("") or of late ("late_") targets at each multiple of the training length, then
     perplexity at the shortest and longest that all have, targets, parameters."""
-    ratio, perplexity = f"{kind}ratio", f"{kind}perplexity"
+    ratio, level = f"{kind}ratio", f"{kind}perplexity"
     rows = [{row["length"] / r["block_size"]: row for row in r["lengths"]} for r in results]
     columns = sorted(set().union(*rows))
     common = max(set(columns).intersection(*rows))
     trained = {r["block_size"] for r in results}
-    lines = [[f"1x = {trained.pop():,} tokens" if len(trained) == 1 else "", *(f"{x:.4g}x" for x in columns), "perplexity at 1x", f"at {common:.4g}x", "targets", "parameters",
-              "runs"]]
+    lines = [[f"1x = {trained.pop():,} tokens" if len(trained) == 1 else "", *(f"{x:.4g}x" for x in columns),
+              "perplexity at 1x", f"at {common:.4g}x", "targets", "parameters", "runs"]]
     for name, r, at in zip(row_names(results), results, rows):
-        lines.append([name, *(with_error(at.get(x), ratio) for x in columns), with_error(at[1], perplexity),
-                      with_error(at[common], perplexity), f"{at[1][f'{kind}targets']:,.0f}", f"{r['parameters']:,}",
+        lines.append([name, *(with_error(at.get(x), ratio) for x in columns), with_error(at[1], level),
+                      with_error(at[common], level), f"{at[1][f'{kind}targets']:,.0f}", f"{r['parameters']:,}",
                       str(r.get("runs", 1))])
     return layout(lines)
 
@@ -326,46 +330,53 @@ def layout(lines):
                      for first, *rest in lines)
 
 
-def plot(results, path):
-    """Ratio against length, loss against position, and recall where it was probed; the training length is marked. Models
-    trained at several lengths are drawn against multiples of these."""
+@contextmanager
+def picture(path, rows, columns, **options):
+    """Axes to draw on; what is drawn is then written to `path`, whole. UsageError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
         raise UsageError(f"plot={path}: needs matplotlib; pip install matplotlib, or leave --plot out") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    recall, trained = any(r["recall"] for r in results), {r["block_size"] for r in results}
-    figure, axes = plt.subplots(1, 2 + recall, figsize=(6 * (2 + recall), 4.5))
-    for name, r in zip(row_names(results), results):
-        rows, unit = [row for row in r["lengths"] if math.isfinite(row["ratio"])], r["block_size"] if len(trained) > 1 else 1
-        axes[0].errorbar([row["length"] / unit for row in rows], [row["ratio"] for row in rows],
-                         yerr=[row["ratio_error"] or 0 for row in rows], marker="o", markersize=3, label=name)
-        by_position = r["by_position"]
-        ends = by_position["first_position"][1:] + [by_position["length"]]
-        middles = [math.sqrt((a + 1) * b) / unit for a, b in zip(by_position["first_position"], ends)]
-        axes[1].plot(middles, by_position["loss"], label=name)
-        if r["recall"]:
-            axes[-1].errorbar([row["gap"] / unit for row in r["recall"]], [row["gain"] for row in r["recall"]],
-                              yerr=[row["gain_error"] or 0 for row in r["recall"]], marker="o", markersize=3, label=name)
-    titles = [("window length", "perplexity / perplexity at the training length"),
-              ("position in the longest window", "loss (nats per token)"),
-              ("gap between the copies", "gain on the second copy (nats per token)")]
-    axes[0].set_yscale("log")
-    axes[0].yaxis.set_major_formatter("{x:g}")
-    axes[0].yaxis.set_minor_formatter("{x:g}")
-    for axis, (x, y) in zip(axes, titles):
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:,g}")
-        axis.set(xlabel=f"{x} ({'tokens' if len(trained) == 1 else 'training lengths'})", ylabel=y)
-        axis.axvline(max(trained) / unit, color="gray", linestyle=":", linewidth=1)
-        axis.grid(alpha=0.2)
-    axes[0].legend(fontsize=8)
-    axes[0].set_title("dotted: training length", fontsize=8, loc="right")
-    figure.tight_layout()
+    figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
+    yield axes
     with whole(path, "wb") as file:
-        figure.savefig(file, dpi=120, format=path[-3:])
+        figure.savefig(file, dpi=110, format=path[-3:])
     plt.close(figure)
+
+
+def plot(results, path):
+    """Ratio against length, loss against position, and recall where it was probed; the training length is marked. Models
+    trained at several lengths are drawn against multiples of these."""
+    recall, trained = any(r["recall"] for r in results), {r["block_size"] for r in results}
+    with picture(path, 1, 2 + recall, figsize=(6 * (2 + recall), 4.5)) as axes:
+        for name, r in zip(row_names(results), results):
+            rows = [row for row in r["lengths"] if math.isfinite(row["ratio"])]
+            unit = r["block_size"] if len(trained) > 1 else 1
+            axes[0].errorbar([row["length"] / unit for row in rows], [row["ratio"] for row in rows],
+                             yerr=[row["ratio_error"] or 0 for row in rows], marker="o", markersize=3, label=name)
+            by_position = r["by_position"]
+            ends = by_position["first_position"][1:] + [by_position["length"]]
+            middles = [math.sqrt((a + 1) * b) / unit for a, b in zip(by_position["first_position"], ends)]
+            axes[1].plot(middles, by_position["loss"], label=name)
+            if r["recall"]:
+                axes[-1].errorbar([row["gap"] / unit for row in r["recall"]], [row["gain"] for row in r["recall"]],
+                                  yerr=[row["gain_error"] or 0 for row in r["recall"]], marker="o", markersize=3, label=name)
+        titles = [("window length", "perplexity / perplexity at the training length"),
+                  ("position in the longest window", "loss (nats per token)"),
+                  ("gap between the copies", "gain on the second copy (nats per token)")]
+        axes[0].set_yscale("log")
+        axes[0].yaxis.set_major_formatter("{x:g}")
+        axes[0].yaxis.set_minor_formatter("{x:g}")
+        for axis, (x, y) in zip(axes, titles):
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter("{x:,g}")
+            axis.set(xlabel=f"{x} ({'tokens' if len(trained) == 1 else 'training lengths'})", ylabel=y)
+            axis.axvline(max(trained) / unit, color="gray", linestyle=":", linewidth=1)
+            axis.grid(alpha=0.2)
+        axes[0].legend(fontsize=8)
+        axes[0].set_title("dotted: training length", fontsize=8, loc="right")
 
 
 def row_of(*names):

@@ -11,7 +11,7 @@ needed: move everything to a common frame (A_t^T q, A_t^T k, A_t^T v), attend th
 RoPE is the case of equal steps. The bias -(c_i - c_j) is accumulated along the same route, c_t = b_1 + ... + b_t with
 b_s >= 0; ALiBi is a constant b, FoX is b_s = -log(forget gate).
 
-Conventions, each pinned by a literal in tests.py: plane b of a head pairs coordinates b and b + head_dim/2; M_s turns
+Conventions, each pinned by a literal in tests.py: plane p of a head pairs coordinates p and p + head_dim/2; M_s turns
 that plane by +step (counter-clockwise); prefixes are inclusive, so step s is in A_s; A_t^T enters, A_t leaves. Steps
 that do not commute multiply on the left, the latest outermost; a block of orth is n coordinates head_dim/n apart.
 The routes themselves, with the ways into and out of the common frame, are in attention.py.
@@ -57,7 +57,7 @@ class NoSteps(nn.Module):
 
 
 class ConstantRotation(nn.Module):
-    """rope, rope_qkv (RoPE, arXiv 2104.09864): plane b turns by w_b = base^(-2b/d) at every token."""
+    """rope, rope_qkv (RoPE, arXiv 2104.09864): plane p turns by w_p = base^(-2p/d) at every token."""
     base = 10000.0  # eval_length.py --ntk sets it on a trained model
 
     def __init__(self, config, layer, routed):
@@ -68,13 +68,17 @@ class ConstantRotation(nn.Module):
         self.n_route = 2 if config.value_route == "own" else 1
 
     def frequencies(self, device):
-        """w_b in radians per token, (D/2,) float32. Made anew in each forward: a buffer would follow model.bfloat16()."""
+        """w_p in radians per token, (D/2,) float32. Made anew in each forward: a buffer would follow model.bfloat16()."""
         plane = torch.arange(self.head_dim // 2, dtype=torch.float32, device=device)
         return self.base ** (-2 * plane / self.head_dim)
 
     def steps(self, x, embedding, idx, sequence, length):
         """Angle of every step in radians: (n_route, B or 1, H or 1, T, D/2), float32 or better."""
         return self.frequencies(x.device).expand(1, 1, 1, idx.size(1), -1)
+
+    def split_lanes(self, flat):
+        """(B, T, n_route * H * D/2) to (n_route, B, H, T, D/2)."""
+        return flat.unflatten(2, (self.n_route, self.n_head, self.head_dim // 2)).permute(2, 0, 3, 1, 4)
 
     def forward(self, x, embedding, idx, sequence, length, state):
         phase = prefix_sum(self.steps(x, embedding, idx, sequence, length), state)
@@ -87,7 +91,7 @@ class ConstantRotation(nn.Module):
 
 
 class RandomRotation(ConstantRotation):
-    """randrot_qk, randrot_qkv (the paper): steps ~ Uniform(-w_b, w_b), fresh per position, layer, head and sequence.
+    """randrot_qk, randrot_qkv (the paper): steps ~ Uniform(-w_p, w_p), fresh per position, layer, head and sequence.
 
     A step is a pure function of (seed, layer, sequence, position, lane), so caching, resuming, ranks, devices and longer
     sequences agree by construction. `sequence` is (B,) int64; a lane is one plane of one head of one route."""
@@ -100,10 +104,6 @@ class RandomRotation(ConstantRotation):
         bits = scramble(key[:, :, None] ^ lane) >> 9                                      # (B, T, lanes), 23 bits
         uniform = bits.float().add_(0.5).mul_(2.0 ** -22).sub_(1)                         # in (-1, 1), mean exactly 0
         return self.split_lanes(uniform) * self.frequencies(x.device)
-
-    def split_lanes(self, flat):
-        """(B, T, n_route * H * D/2) to (n_route, B, H, T, D/2)."""
-        return flat.unflatten(2, (self.n_route, self.n_head, self.head_dim // 2)).permute(2, 0, 3, 1, 4)
 
 
 MASK = 2 ** 32 - 1
@@ -123,8 +123,8 @@ def scramble(h):
     return h
 
 
-class LearnedRotation(RandomRotation):
-    """accrot_qk, accrot_qkv (the paper): step = w_b + pi tanh(a), with a learned and dependent on the token.
+class LearnedRotation(ConstantRotation):
+    """accrot_qk, accrot_qkv (the paper): step = w_p + pi tanh(a), with a learned and dependent on the token.
 
     a comes, by --angles, from the token embedding (a read-out of its normalised form), from a table with a free vector
     per layer and token, or from the hidden state that q, k and v read. It starts at 0: at birth this is RoPE."""
@@ -320,7 +320,7 @@ def check_position(config):
         raise UsageError(f"value_route={config.value_route}: use one of {', '.join(VALUE_ROUTES)}")
     if config.angles != "token" and not issubclass(kind, LearnedRotation):
         raise UsageError(f"angles={config.angles}: pos={config.pos} learns no angles; use pos=accrot_qk or accrot_qkv")
-    if config.value_route == "own" and not (routed == "qkv" and issubclass(kind, RandomRotation)):
+    if config.value_route == "own" and not (routed == "qkv" and issubclass(kind, (RandomRotation, LearnedRotation))):
         raise UsageError(f"value_route=own: pos={config.pos} has no value steps to draw apart; "
                          "use pos=randrot_qkv or accrot_qkv")
     if issubclass(kind, ConstantRotation) and config.head_dim % 2:

@@ -64,8 +64,8 @@ class TokenShards:
             self.starts.append(self.starts[-1] + count)
         if not len(self):
             raise DataError(f"{directory} has no {split} tokens; prepare it again with another --val_fraction, "
-                            f"{'above' if split == 'val' else 'below'} {self.meta['arguments'].get('val_fraction')}, and from several "
-                            f"documents, as each is on one side only")
+                            f"{'above' if split == 'val' else 'below'} {self.meta['arguments'].get('val_fraction')}, and "
+                            f"from several documents, as each is on one side only")
 
     def __len__(self):
         return self.starts[-1]

@@ -5,8 +5,8 @@
 #   ./study.sh main rope 1            one row: group, name, seed
 #   SEEDS="1 2" PARTS="main" ./study.sh   some of it (the parts steps and large have seed 1 only)
 #
-# A row ends as results/study/GROUP/NAME-SEED.json (what eval_length.py found), .log.jsonl (what train.py logged) and,
-# where steps are random or learned, .theory.json (what theory.py measured).
+# A row ends as NAME-SEED.json (what eval_length.py found) and .log.jsonl (what train.py logged) in results/study/GROUP. What
+# it does on long documents alone is in results/study/long; how far its routes reach, in results/study/theory.
 # Needs the .venv of `make demo`; without a C++ compiler it runs uncompiled, a quarter slower.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -63,7 +63,7 @@ row() {  # group name seed: train, evaluate, keep
     [ -f "$kept.json" ] && return
     IFS='|' read -r flags tricks < <(awk -F' *[|] *' -v g="$group" -v n="$name" '$1 == g && $2 == n {print $3 "|" $4}' <<< "$ROWS")
     [ -n "$flags" ] || { echo "study.sh: no row '$group $name'" >&2; exit 2; }
-    mkdir -p "$out" "$KEEP/$group" "$KEEP/long"
+    mkdir -p "$out" "$KEEP/$group" "$KEEP/long" "$KEEP/theory"
     local common="--config=demo --data=data/stdlib --max_steps=1200 --dtype=bfloat16 --eval_interval=1200
                   --log_interval=50 --seed=$seed --resume $COMPILE"
     if [[ $flags =~ --init_from=([a-z_]+) ]]; then  # first the half of the steps that RoPE takes
@@ -89,7 +89,7 @@ row() {  # group name seed: train, evaluate, keep
         $RUN eval_length.py "$out"/long*.json --json="$long"
     fi
     if [[ $name =~ rot|orth|reflect ]]; then  # how far its routes reach, and what its steps are
-        $RUN theory.py --ckpt="$out/ckpt.pt" --lengths=$length,$((16 * length)) --json="$kept.theory.json"
+        $RUN theory.py --ckpt="$out/ckpt.pt" --lengths=$length,$((16 * length)) --json="$KEEP/theory/$name-$seed.json"
     fi
     cp "$out/log.jsonl" "$kept.log.jsonl"
     $RUN eval_length.py "$out"/eval?.json --json="$out/all.json" && mv "$out/all.json" "$kept.json"

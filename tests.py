@@ -1850,10 +1850,10 @@ def test_a_picture_of_several_training_lengths_is_in_multiples_of_them(tmp_path,
     plt = pytest.importorskip("matplotlib.pyplot", reason="the picture needs matplotlib")
     monkeypatch.setattr(plt, "close", lambda figure: None)
     rows = eval_length.summarize({64: np.ones(1024), 128: np.ones(1024)}, [64, 128], 64)
-    for sizes, unit, ends in (([64, 64], "tokens", [128, 128]), ([64, 128], "training lengths", [2, 1])):
+    for sizes, words, ends in (([64, 64], "tokens", [128, 128]), ([64, 128], "training lengths", [2, 1])):
         eval_length.plot([result_of(rows, block_size=size) for size in sizes], f"{tmp_path}/p.png")
         axis = plt.gcf().axes[0]
-        assert unit in axis.get_xlabel() and [c.lines[0].get_xdata()[-1] for c in axis.containers] == ends
+        assert words in axis.get_xlabel() and [c.lines[0].get_xdata()[-1] for c in axis.containers] == ends
 
 
 def test_logn_starts_at_the_training_length():
@@ -2064,14 +2064,19 @@ def test_theory_window_does_not_depend_on_the_text(T):
     assert errors_off(turned, theory.plane_factor(theory.frequencies(8)) ** n).max() < limit(4)
 
 
+def cap_bound(t, head_dim):
+    """Of <q, u> for u uniform on the sphere (Ball, 1997, lemma 2.2)."""
+    return np.exp(-head_dim * t ** 2 / 2)
+
+
 def test_theory_score_bounds_by_hand():
-    assert theory.cap_bound(0.5, 16) == pytest.approx(math.exp(-2))
+    assert cap_bound(0.5, 16) == pytest.approx(math.exp(-2))
     assert theory.hoeffding_bound(1.0, np.array([0.5, 0.5])) == pytest.approx(math.exp(-1))
     assert theory.phase_bound(1.0, np.array([0.5, 0.5])) == pytest.approx(math.exp(-2))
-    assert theory.phase_bound(0.3, np.full(32, 2 / 64)) == pytest.approx(theory.cap_bound(0.3, 64))
+    assert theory.phase_bound(0.3, np.full(32, 2 / 64)) == pytest.approx(cap_bound(0.3, 64))
     for t in np.linspace(0, 1, 101):
-        assert (1 - t) / 2 <= theory.cap_bound(t, 3)                                          # Archimedes: a cap of the sphere
-        assert math.acos(t) / math.pi <= theory.cap_bound(t, 2)
+        assert (1 - t) / 2 <= cap_bound(t, 3)                                          # Archimedes: a cap of the sphere
+        assert math.acos(t) / math.pi <= cap_bound(t, 2)
         assert math.acos(t) / math.pi <= theory.phase_bound(t, np.array([1.0])) <= theory.hoeffding_bound(t, np.array([1.0]))
     for s in np.linspace(0, 30, 61):                                                          # I_0(s) <= e^(s^2/4)
         assert np.i0(s) <= math.exp(s * s / 4) * (1 + 1e-12)
@@ -2088,7 +2093,7 @@ def test_theory_scores_exceed_no_more_than_their_bounds_allow(d):
         """More exceedances than n draws of an event as likely as the bound can have, three standard deviations up."""
         return (x >= t).sum() > n * bound + 3 * math.sqrt(n * bound)
     for t in np.linspace(0.25, 4, 16) / math.sqrt(d):
-        assert not too_many(drawn["Haar"], theory.cap_bound(t, d), t)
+        assert not too_many(drawn["Haar"], cap_bound(t, d), t)
         assert not too_many(drawn["mixed planes"], theory.phase_bound(t, weights), t)
         assert not too_many(drawn["mixed planes"], theory.hoeffding_bound(t, weights), t)
         s = t * math.sqrt(d) * np.sqrt(np.square(uneven).sum() / 2)
@@ -2096,7 +2101,7 @@ def test_theory_scores_exceed_no_more_than_their_bounds_allow(d):
     # and it can fail: with the exponent doubled, three standard deviations of the score are exceeded too often
     t = 2.5 / math.sqrt(d)
     assert too_many(drawn["mixed planes"], theory.phase_bound(t, weights) ** 2, t)
-    assert d < 64 or too_many(drawn["Haar"], theory.cap_bound(t, d) ** 2, t)
+    assert d < 64 or too_many(drawn["Haar"], cap_bound(t, d) ** 2, t)
     # the two kinds have the same variance, 1/d
     for x in (drawn["Haar"], drawn["mixed planes"]):
         assert errors_off(x ** 2, 1 / d).max() < limit(2)

@@ -13,9 +13,9 @@ import argparse, math, sys
 import numpy as np
 import torch
 
-from checks import UsageError, check_outputs, integer, integers, program, whole, write_json
-from eval_length import held_out, label_of, layout, row_names
-from model import GPT, device_of
+from checks import UsageError, check_outputs, integer, integers, program, write_json
+from eval_length import held_out, label_of, layout, picture, row_names
+from model import GPT
 
 HEAD_DIM, NEAR, LAMBDA, EPS = 64, 512, 4.0, 0.1  # coordinates; near tokens; half the logit range, nats; "mixed"
 SLOPE, WINDOW = 1 / 512, 1024                    # of part 3: nats per token of distance; tokens
@@ -24,7 +24,7 @@ SLOPE, WINDOW = 1 / 512, 1024                    # of part 3: nats per token of 
 # ---------------------------------------------------------------- 1. mixing window
 
 def frequencies(head_dim):
-    """w_b = 10000^(-2b/head_dim), radians, (head_dim/2,): RoPE's steps, and the half-widths of randrot's."""
+    """w_p = 10000^(-2p/head_dim), radians, (head_dim/2,): RoPE's steps, and the half-widths of randrot's."""
     return 10000.0 ** (-2 * np.arange(head_dim // 2) / head_dim)
 
 
@@ -52,18 +52,12 @@ def expected_score(distance, factors):
 
 
 def simulate_phases(w, steps, routes, rng):
-    """Phases of every plane after 1, 2 ... `steps` steps ~ Uniform(-w_b, w_b), radians: one (routes, steps) a plane."""
+    """Phases of every plane after 1, 2 ... `steps` steps ~ Uniform(-w_p, w_p), radians: one (routes, steps) a plane."""
     for half_width in w:
         yield rng.uniform(-half_width, half_width, (routes, steps)).cumsum(1)
 
 
 # ---------------------------------------------------------------- 2. score gap
-
-def cap_bound(t, head_dim):
-    """Pr(<q, u> >= t) <= exp(-d t^2 / 2) for unit q and u uniform on the sphere of R^d (Ball, "An elementary
-    introduction to modern convex geometry", 1997, lemma 2.2)."""
-    return np.exp(-head_dim * np.square(t) / 2)
-
 
 def hoeffding_bound(t, weights):
     """Pr(sum_b r_b cos(theta_b) >= t) <= exp(-t^2 / (2 sum r_b^2)): independent uniform phases, r_b = |q_b| |k_b|."""
@@ -72,7 +66,8 @@ def hoeffding_bound(t, weights):
 
 def phase_bound(t, weights):
     """The same tail with twice the exponent: E[e^(s cos theta)] = I_0(s) <= e^(s^2/4), term by term, where Hoeffding
-    knows |cos| <= 1 only and has e^(s^2/2). With equal weights it is the cap bound: mixed planes are worth Haar."""
+    knows |cos| <= 1 only and has e^(s^2/2). With equal weights 2/d it is exp(-d t^2 / 2), which also bounds <q, u> for u uniform on the sphere (Ball, "An elementary
+    introduction to modern convex geometry", 1997, lemma 2.2): mixed planes are worth a random rotation."""
     return np.exp(-np.square(t) / np.square(weights).sum())
 
 
@@ -156,7 +151,7 @@ def show(title, rows):
 
 
 def mixing():
-    """Each of these returns the labels of its panel, the x of its table, and its curves: {name: function of x}, or
+    """Each function of this section returns the labels of its panel, the x of its table, and its curves: {name: function of x}, or
     {name: (x, y)} for what was simulated."""
     w, few, rng = frequencies(HEAD_DIM), 4 ** np.arange(7), np.random.default_rng(1)
     planes = np.stack([np.cos(phase[:, few - 1]) for phase in simulate_phases(w, few[-1], 500, rng)])
@@ -184,8 +179,7 @@ def score_gap(draws=100_000):
             curves[f"{name}, d = {d}, simulated"] = t, np.array([(x >= s).mean() for s in t / math.sqrt(d)])
     return dict(title="2. A mixed score is small", xlabel="score s, in units of 1 / sqrt(d)",
                 ylabel="probability of a far score >= s", xscale="linear", xlim=(0, 4)), np.arange(1, 5), {
-        **curves, "cap bound": lambda t: cap_bound(t / math.sqrt(HEAD_DIM), HEAD_DIM),
-        "sharp bound": lambda t: phase_bound(t / math.sqrt(HEAD_DIM), weights),
+        **curves, "sharp bound": lambda t: phase_bound(t / math.sqrt(HEAD_DIM), weights),
         "Hoeffding bound": lambda t: hoeffding_bound(t / math.sqrt(HEAD_DIM), weights)}
 
 
@@ -195,7 +189,7 @@ def far_tokens():
     print(f"\nA bias of {SLOPE:.1g} a token holds far mass to {biased_far_mass(NEAR, math.inf, 0, SLOPE):.3f} if contents are "
           f"alike, and to {biased_far_mass(NEAR, math.inf, -2 * LAMBDA, SLOPE):.4f} if far ones lead by {2 * LAMBDA:g} nats.")
     return dict(title=f"3. Far mass beside {NEAR} near keys, logits within ±{LAMBDA:g}", xlabel="far tokens M",
-                ylabel="far mass"), counts[::4], {
+                ylabel="far mass"), counts[::4], {  # all but the drawn one with near keys on top, by 2 lambda
         "lower bound": lambda M: far_mass_bound(NEAR, M, LAMBDA),
         f"bias {SLOPE:.1g}": lambda M: biased_far_mass(NEAR, M, 2 * LAMBDA, SLOPE),
         f"window {WINDOW}": lambda M: far_mass_bound(NEAR, np.minimum(M, WINDOW - NEAR), LAMBDA),
@@ -223,25 +217,15 @@ def argument(path):
                    [f"{curve[1][curve[0] == x][0]:.5f}" if x in curve[0] else "" for x in at] for curve in curves.values()]
         show(labels["title"], [[labels["xlabel"], *curves], *([f"{x:,.0f}", *row] for x, *row in zip(at, *columns))])
         panels.append((labels, curves))
-    try:
-        import matplotlib
-    except ImportError:
-        return print("no picture: it needs matplotlib; pip install matplotlib")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(2, 2, figsize=(13, 9), layout="constrained")
-    for axis, (labels, curves) in zip(axes.flat, panels):
-        linear = labels.get("xscale") == "linear"
-        grid = np.linspace(*labels["xlim"], 41) if linear else np.geomspace(1, 1e6, 200)
-        for name, curve in curves.items():
-            axis.plot(*((grid, curve(grid)) if callable(curve) else curve),
-                      "--" if "bound" in name else "-" if callable(curve) else ".", label=name)
-        axis.set(**{"xscale": "log", "yscale": "log", "ylim": (1e-5, 1.5)} | labels)
-        axis.grid(alpha=0.2)
-        axis.legend(fontsize=8)
-    with whole(path, "wb") as file:
-        figure.savefig(file, dpi=110, format=path[-3:])
-    plt.close(figure)
+    with picture(path, 2, 2, figsize=(13, 9)) as axes:
+        for axis, (labels, curves) in zip(axes.flat, panels):
+            grid = np.linspace(*labels["xlim"], 41) if "xlim" in labels else np.geomspace(1, 1e6, 200)
+            for name, curve in curves.items():
+                axis.plot(*((grid, curve(grid)) if callable(curve) else curve),
+                          "--" if "bound" in name else "-" if callable(curve) else ".", label=name)
+            axis.set(**{"xscale": "log", "yscale": "log", "ylim": (1e-5, 1.5)} | labels)
+            axis.grid(alpha=0.2)
+            axis.legend(fontsize=8)
     print(f"picture: {path}")
 
 
@@ -332,7 +316,7 @@ def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
 
 def measure(path, args):
     """Everything the report says of one checkpoint, as a dict that JSON can hold."""
-    model = GPT.from_checkpoint(path, device_of())
+    model = GPT.from_checkpoint(path, "cuda" if torch.cuda.is_available() else "cpu")  # MPS has no float64
     config, trained = model.config, model.checkpoint
     if config.pos.split("+")[0] == "path":
         raise UsageError(f"ckpt={path}: pos={config.pos} has no common frame; measure one with orthogonal steps")
@@ -428,7 +412,10 @@ def main(argv=None):
         if args.json:
             write_json(args.json, results, indent=None)
     else:
-        argument(args.plot)
+        try:
+            argument(args.plot)
+        except UsageError as error:  # the tables need no matplotlib
+            print(f"no picture: {error}")
 
 
 if __name__ == "__main__":

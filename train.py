@@ -8,7 +8,7 @@ of ranks sees the same sequences, and a resumed run continues exactly. Output: O
 """
 import argparse, hashlib, json, math, os, platform, shutil, signal, subprocess, sys, time
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import numpy as np
 import torch
@@ -99,8 +99,7 @@ def check(settings):
 
 
 def model_config(settings, vocab_size):
-    names = ("pos", "angles", "value_route", "block_size", "n_layer", "n_head", "n_embd", "dropout", "seed")
-    return GPTConfig(vocab_size=vocab_size, **{name: settings[name] for name in names})
+    return GPTConfig(vocab_size=vocab_size, **{f.name: settings[f.name] for f in fields(GPTConfig) if f.name in settings})
 
 
 class Ranks:
@@ -256,10 +255,6 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
 
-def clock(seconds):
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
-
-
 # ---------------------------------------------------------------- the run
 
 def resumed_settings(settings, given, checkpoint, path):
@@ -331,8 +326,8 @@ def train(settings, given, ranks):
         wrapped = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
 
     ranks.barrier()  # nobody writes before everybody has checked
-    main = ranks.rank == 0
-    if main:
+    leader = ranks.rank == 0
+    if leader:
         os.makedirs(settings["out"], exist_ok=True)
         if settings["overwrite"] and os.path.exists(path):
             os.remove(path)
@@ -346,14 +341,14 @@ def train(settings, given, ranks):
 
     stop_signals = []
     for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, lambda number, _: stop_signals.append(number))
+        signal.signal(name, lambda which, _: stop_signals.append(which))
 
     last = min(settings["max_steps"], settings["stop_at"] or settings["max_steps"])
     per_step = settings["batch_size"] * settings["block_size"]
     micro = settings["batch_size"] // (ranks.size * settings["grad_accum"])
     peak = next((value for name, value in PEAK.items() if name in device_name(device)), None) if low else None
     flops = model.flops_per_token(settings["block_size"])
-    bar = tqdm(total=last, initial=first, unit="step", disable=None if main else True, leave=False)
+    bar = tqdm(total=last, initial=first, unit="step", disable=None if leader else True, leave=False)
     model.train()
     step, logged, started = first, first, time.perf_counter()
     ahead = batch(step, 0)
@@ -385,7 +380,7 @@ def train(settings, given, ranks):
         bar.update()
 
         finished = step == last or stopping
-        if main and (step % settings["log_interval"] == 0 or finished):
+        if leader and (step % settings["log_interval"] == 0 or finished):
             seconds = (time.perf_counter() - started) / (step - logged)
             mfu = flops * per_step / seconds / (peak * ranks.size) if peak else None
             log.write(step=step, loss=loss, lr=lr, grad_norm=norm, ms=seconds * 1e3, tokens_per_s=per_step / seconds,
@@ -393,7 +388,7 @@ def train(settings, given, ranks):
             bar.set_postfix_str(f"loss {loss:.3f}")
             tqdm.write(f"step {step:>6}/{settings['max_steps']}  loss {loss:.4f}  lr {lr:.2e}  norm {norm:.2f}  "
                        f"{seconds * 1e3:.0f} ms  {per_step / seconds:,.0f} tokens/s  "
-                       + (f"MFU {mfu:.0%}  " if mfu else "") + f"ETA {clock(seconds * (last - step))}")
+                       + (f"MFU {mfu:.0%}  " if mfu else "") + f"ETA {tqdm.format_interval(seconds * (last - step))}")
             logged, started = step, time.perf_counter()
         if step % settings["eval_interval"] == 0 or finished:
             began = time.perf_counter()
@@ -403,17 +398,17 @@ def train(settings, given, ranks):
             if not math.isfinite(val or 0) or not all(p.isfinite().all() for p in model.parameters()):
                 raise FloatingPointError(f"step {step}: validation loss {val}, or a weight not finite; "
                                          + diverged(path, settings))
-            if main and val is not None:
+            if leader and val is not None:
                 log.write(step=step, val=val, perplexity=math.exp(min(val, 700)))
                 tqdm.write(f"step {step:>6}  validation loss {val:.4f}, perplexity {math.exp(min(val, 700)):.3f}")
-            if main:
+            if leader:
                 save_checkpoint(path, model, optimizer, step, settings, shards.meta)
             started += time.perf_counter() - began  # the next line's ms are of training alone
         if finished:
             break
 
     bar.close()
-    if main:
+    if leader:
         if step == first and not checkpoint:
             save_checkpoint(path, model, optimizer, step, settings, shards.meta)
         tqdm.write(f"{path} is at step {step}" + ("; stopped by a signal, go on with --resume" if step < last else ""))
