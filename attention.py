@@ -1,6 +1,6 @@
 """Causal attention in the common frame: move queries, keys and values in, attend, move the output back.
 
-Mechanisms differ only in the Frame that positional.py hands over, made of the routes defined here, so one fused kernel
+Mechanisms differ only in the Frame that positional.py fills with the routes defined here, so one fused kernel
 serves them all and nothing T x T is formed, at any length. A bias accumulated along the route rides inside the kernel
 as a key coordinate. PaTH alone has no common frame; path_attention carries its keys from chunk to chunk instead.
 """
@@ -12,6 +12,17 @@ import torch.nn.functional as F
 def precise(x):
     """x in float32 or better. Steps, prefixes and biases are never computed in less."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Frame:
+    """What a position tells attention about one layer.
+
+    qk, v        how queries and keys, and how values, enter (and the output leaves) the common frame
+    key_bias     c of the bias -(c_i - c_j): (1 or B, H, T) float64, or None
+    query_scale  factor on the content part of each query's logits: (H or 1, T, 1), or None
+    state        what decoding must remember of the tokens so far"""
+    def __init__(self, qk, v, key_bias, query_scale, state):
+        self.qk, self.v, self.key_bias, self.query_scale, self.state = qk, v, key_bias, query_scale, state
 
 
 class Attention(nn.Module):
@@ -40,16 +51,15 @@ class Attention(nn.Module):
             if frame.query_scale is not None:
                 q = q * frame.query_scale
 
-        if isinstance(frame.qk, Path):
-            q, k, v = precise(q), precise(k), precise(v)      # keys are rewritten at every chunk: never rounded
-            past = (k, v, frame.key_bias) if cache is None else cache.append(k, v, frame)
+        path = isinstance(frame.qk, Path)                     # its keys are rewritten at every chunk: never rounded
+        q, k, v = (precise(t) if path else t.to(dtype) for t in (q, k, v))
+        past = (k, v, frame.key_bias) if cache is None else cache.append(k, v, frame)
+        if path:
             y, k = path_attention(q, *past, frame.qk, self.window)
             if cache is not None:
                 cache.rewrite(k)
         else:
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-            y = causal_attention(q, k, v, frame.key_bias, self.window) if cache is None else \
-                cached_attention(q, *cache.append(k, v, frame), self.window)
+            y = cached_attention(q, *past, self.window)
 
         with torch.autocast(x.device.type, enabled=False):
             y = frame.v.leave(y).to(dtype)                                                    # back at each query

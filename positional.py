@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attention import STAY, Blocks, Path, Reflections, Rotation, orthogonal, precise, prefix_product, unit
+from attention import STAY, Blocks, Frame, Path, Reflections, Rotation, orthogonal, precise, prefix_product, unit
 from checks import UsageError
 
 
@@ -32,17 +32,6 @@ def prefix_sum(steps, start=None, dim=-2):
     float32 would lose a phase of 65,536 steps by several radians. MPS has no float64, so there the sum is on the CPU."""
     total = (steps.cpu() if steps.device.type == "mps" else steps).double().cumsum(dim)
     return total if start is None else total + start
-
-
-class Frame:
-    """What a position tells attention about one layer.
-
-    qk, v        how queries and keys, and how values, enter (and the output leaves) the common frame
-    key_bias     c of the bias -(c_i - c_j): (1 or B, H, T) float64, or None
-    query_scale  factor on the content part of each query's logits: (H or 1, T, 1), or None
-    state        what decoding must remember of the tokens so far"""
-    def __init__(self, qk, v, key_bias, query_scale, state):
-        self.qk, self.v, self.key_bias, self.query_scale, self.state = qk, v, key_bias, query_scale, state
 
 
 # ---------------------------------------------------------------- kinds of step

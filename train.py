@@ -298,6 +298,8 @@ def train(settings, given, ranks):
     autocast = autocast_for(device, settings["dtype"])
     low = autocast.keywords["enabled"]
 
+    micro = settings["batch_size"] // (ranks.size * settings["grad_accum"])
+
     def batch(step, accum):
         """What this rank takes in pass `accum` of a step: r micro ... (r + 1) micro of the pass's sequences."""
         begin = (accum * ranks.size + ranks.rank) * micro
@@ -345,7 +347,6 @@ def train(settings, given, ranks):
 
     last = min(settings["max_steps"], settings["stop_at"] or settings["max_steps"])
     per_step = settings["batch_size"] * settings["block_size"]
-    micro = settings["batch_size"] // (ranks.size * settings["grad_accum"])
     peak = next((value for name, value in PEAK.items() if name in device_name(device)), None) if low else None
     flops = model.flops_per_token(settings["block_size"])
     bar = tqdm(total=last, initial=first, unit="step", disable=None if leader else True, leave=False)
