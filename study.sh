@@ -3,7 +3,7 @@
 #
 #   ./study.sh                        all that is not yet in results/study, one process per core; stop and go on at will
 #   ./study.sh main rope 1            one row: group, name, seed
-#   SEEDS="1 2" PARTS="main" ./study.sh   some of it (the parts steps and large have seed 1 only)
+#   SEEDS="1 2" PARTS="main" ./study.sh   some of it
 #
 # A row ends as NAME-SEED.json (what eval_length.py found) and .log.jsonl (what train.py logged) in results/study/GROUP. What
 # it does on long documents alone is in results/study/long; how far its routes reach, in results/study/theory.
@@ -14,54 +14,54 @@ RUN=.venv/bin/python CORES=${CORES:-$(nproc)} KEEP=results/study
 export OMP_NUM_THREADS=1
 COMPILE=$(command -v g++ >/dev/null && echo --compile || true)
 
-LARGE="--n_layer=6 --n_embd=256 --n_head=4 --block_size=512 --eval_interval=300"
-# group | name | flags of train.py that differ from the common ones | evaluations besides the plain one
+LARGE="--n_embd=256 --n_head=4 --block_size=512 --batch_size=6 --eval_interval=300"
+# group | name | seeds | flags of train.py that differ from the common ones | evaluations besides the plain one
 ROWS="
-main | rope              | --pos=rope                                  | --window=256 --ntk --logn
-main | accrot_qkv        | --pos=accrot_qkv                            | --logn --window=256
-main | alibi             | --pos=alibi                                 |
-main | fox               | --pos=fox                                   |
-main | accrot_qkv+fox    | --pos=accrot_qkv+fox                        | --logn
-main | accrot_qk         | --pos=accrot_qk                             | --logn
-main | randrot_qk        | --pos=randrot_qk                            | --logn
-main | randrot_qkv       | --pos=randrot_qkv                           | --logn
-main | randrot_qkv-own   | --pos=randrot_qkv --value_route=own         | --logn
-main | rope+fox          | --pos=rope+fox                              | --logn
-main | reflect_qkv       | --pos=reflect_qkv                           | --logn
-main | reflect_qk        | --pos=reflect_qk                            | --logn
-main | orth_qkv          | --pos=orth_qkv                              | --logn
-main | path              | --pos=path                                  | --logn
-main | nope              | --pos=nope                                  | --logn
-main | rope_qkv          | --pos=rope_qkv                              | --logn
-main | accrot_qkv+alibi  | --pos=accrot_qkv+alibi                      |
-main | path+fox          | --pos=path+fox                              |
-main | accrot_qkv+logn   | --pos=accrot_qkv+logn                       |
-main | accrot_qkv-hidden | --pos=accrot_qkv --angles=hidden            | --logn
-main | accrot_qkv-table  | --pos=accrot_qkv --angles=table             | --logn
-main | accrot_qk-hidden  | --pos=accrot_qk --angles=hidden             | --logn
-main | accrot_qk-table   | --pos=accrot_qk --angles=table              | --logn
-main | accrot_qkv-own    | --pos=accrot_qkv --value_route=own          | --logn
-context | accrot_qkv-64   | --pos=accrot_qkv --block_size=64 --batch_size=48  |
-context | accrot_qkv-128  | --pos=accrot_qkv --block_size=128 --batch_size=24 |
-context | accrot_qkv-512  | --pos=accrot_qkv --block_size=512 --batch_size=6  |
-warm | accrot_qk-warm    | --pos=accrot_qk --init_from=rope --max_steps=600      |
-warm | accrot_qkv-warm   | --pos=accrot_qkv --init_from=rope_qkv --max_steps=600 |
-heads | randrot_qk-32    | --pos=randrot_qk --n_head=4                 |
-heads | randrot_qkv-32   | --pos=randrot_qkv --n_head=4                |
-steps | randrot_qk-2400  | --pos=randrot_qk --max_steps=2400           |
-steps | randrot_qkv-2400 | --pos=randrot_qkv --max_steps=2400          |
-large | rope             | $LARGE --pos=rope                           | --window=512
-large | accrot_qkv       | $LARGE --pos=accrot_qkv                     | --logn
-large | alibi            | $LARGE --pos=alibi                          |
-large | accrot_qkv+fox   | $LARGE --pos=accrot_qkv+fox                 |
+main    | rope              | 3 | --pos=rope                                            | --window=256 --ntk --logn
+main    | accrot_qkv        | 3 | --pos=accrot_qkv                                      | --logn --window=256
+main    | alibi             | 3 | --pos=alibi                                           |
+main    | fox               | 3 | --pos=fox                                             |
+main    | accrot_qkv+fox    | 3 | --pos=accrot_qkv+fox                                  | --logn
+main    | accrot_qk         | 3 | --pos=accrot_qk                                       | --logn
+main    | randrot_qk        | 3 | --pos=randrot_qk                                      | --logn
+main    | randrot_qkv       | 3 | --pos=randrot_qkv                                     | --logn
+main    | randrot_qkv-own   | 3 | --pos=randrot_qkv --value_route=own                   | --logn
+main    | rope+fox          | 3 | --pos=rope+fox                                        | --logn
+main    | reflect_qkv       | 3 | --pos=reflect_qkv                                     | --logn
+main    | reflect_qk        | 1 | --pos=reflect_qk                                      | --logn
+main    | orth_qkv          | 1 | --pos=orth_qkv                                        | --logn
+main    | path              | 1 | --pos=path                                            | --logn
+main    | nope              | 1 | --pos=nope                                            | --logn
+main    | rope_qkv          | 1 | --pos=rope_qkv                                        | --logn
+main    | accrot_qkv+alibi  | 1 | --pos=accrot_qkv+alibi                                |
+main    | path+fox          | 1 | --pos=path+fox                                        |
+main    | accrot_qkv+logn   | 1 | --pos=accrot_qkv+logn                                 |
+main    | accrot_qkv-hidden | 1 | --pos=accrot_qkv --angles=hidden                      | --logn
+main    | accrot_qkv-table  | 1 | --pos=accrot_qkv --angles=table                       | --logn
+main    | accrot_qk-hidden  | 1 | --pos=accrot_qk --angles=hidden                       | --logn
+main    | accrot_qk-table   | 1 | --pos=accrot_qk --angles=table                        | --logn
+main    | accrot_qkv-own    | 1 | --pos=accrot_qkv --value_route=own                    | --logn
+context | accrot_qkv-64     | 3 | --pos=accrot_qkv --block_size=64 --batch_size=48      |
+context | accrot_qkv-128    | 3 | --pos=accrot_qkv --block_size=128 --batch_size=24     |
+context | accrot_qkv-512    | 3 | --pos=accrot_qkv --block_size=512 --batch_size=6      |
+warm    | accrot_qk-warm    | 3 | --pos=accrot_qk --init_from=rope --max_steps=600      |
+warm    | accrot_qkv-warm   | 3 | --pos=accrot_qkv --init_from=rope_qkv --max_steps=600 |
+heads   | randrot_qk-32     | 3 | --pos=randrot_qk --n_head=4                           |
+heads   | randrot_qkv-32    | 3 | --pos=randrot_qkv --n_head=4                          |
+steps   | randrot_qk-2400   | 1 | --pos=randrot_qk --max_steps=2400                     |
+steps   | randrot_qkv-2400  | 1 | --pos=randrot_qkv --max_steps=2400                    |
+large   | rope              | 1 | $LARGE --pos=rope                                     | --window=512
+large   | accrot_qkv        | 1 | $LARGE --pos=accrot_qkv                               | --logn
+large   | alibi             | 1 | $LARGE --pos=alibi                                    |
+large   | accrot_qkv+fox    | 1 | $LARGE --pos=accrot_qkv+fox                           |
 "
-SEEDS=${SEEDS:-1 2 3} PARTS=${PARTS:-main context warm heads steps large}
+SEEDS=${SEEDS:-1 2 3} PARTS=${PARTS:-main context warm heads large steps}
 
 row() {  # group name seed: train, evaluate, keep
     local group=$1 name=$2 seed=$3 flags tricks
     local kept=$KEEP/$group/$name-$seed out=out/study/$group-$name-$seed
     [ -f "$kept.json" ] && return
-    IFS='|' read -r flags tricks < <(awk -F' *[|] *' -v g="$group" -v n="$name" '$1 == g && $2 == n {print $3 "|" $4}' <<< "$ROWS")
+    IFS='|' read -r flags tricks < <(awk -F' *[|] *' -v g="$group" -v n="$name" '$1 == g && $2 == n {print $4 "|" $5}' <<< "$ROWS")
     [ -n "$flags" ] || { echo "study.sh: no row '$group $name'" >&2; exit 2; }
     mkdir -p "$out" "$KEEP/$group" "$KEEP/long" "$KEEP/theory"
     local common="--config=demo --data=data/stdlib --max_steps=1200 --dtype=bfloat16 --eval_interval=1200
@@ -89,7 +89,7 @@ row() {  # group name seed: train, evaluate, keep
         $RUN eval_length.py "$out"/long*.json --json="$long"
     fi
     if [[ $name =~ rot|orth|reflect ]]; then  # how far its routes reach, and what its steps are
-        $RUN theory.py --ckpt="$out/ckpt.pt" --lengths=$length,$((16 * length)) --json="$KEEP/theory/$name-$seed.json"
+        $RUN theory.py --ckpt="$out/ckpt.pt" --lengths=$length,$((16 * length)) --json="$KEEP/theory/$group-$name-$seed.json"
     fi
     cp "$out/log.jsonl" "$kept.log.jsonl"
     $RUN eval_length.py "$out"/eval?.json --json="$out/all.json" && mv "$out/all.json" "$kept.json"
@@ -99,9 +99,8 @@ if [ $# = 3 ]; then row "$@"; exit; fi
 [ $# = 0 ] || { echo "usage: ./study.sh [GROUP NAME SEED]" >&2; exit 2; }
 $RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --out=data/stdlib
 $RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --min_doc_tokens=4096 --out=data/stdlib-long
-todo=$(for group in $PARTS; do for seed in $SEEDS; do
-    [[ $group =~ steps|large && $seed != 1 ]] && continue  # these cost most: one seed
-    awk -F' *[|] *' -v g="$group" -v s="$seed" '$1 == g {print g, $2, s}' <<< "$ROWS"
+todo=$(for seed in $SEEDS; do for group in $PARTS; do
+    awk -F' *[|] *' -v g="$group" -v s="$seed" '$1 == g && s <= $3 {print g, $2, s}' <<< "$ROWS"
 done; done | while read -r group name seed; do [ -f "$KEEP/$group/$name-$seed.json" ] || echo "$group $name $seed"; done)
 export TOTAL=$(grep -c . <<< "$todo") BEGAN=$(date +%s) COUNT=$(mktemp)
 one() {
