@@ -96,9 +96,15 @@ def paired_error(losses, base, cluster, keep):
     Differences are paired token by token, and neighbours are not independent: one observation is a cluster, the tokens
     of one longest window."""
     difference = np.where(keep, losses - base, 0).reshape(-1, cluster).sum(1) / keep.reshape(-1, cluster).sum(1)
-    if len(difference) < 8 or not np.isfinite(difference).all():
+    return standard_error(difference) if len(difference) >= 8 else None
+
+
+def standard_error(values):
+    """Of the mean of independent values; None for fewer than two, or where one is not finite."""
+    values = np.asarray(values, float)
+    if len(values) < 2 or not np.isfinite(values).all():
         return None
-    return float(difference.std(ddof=1) / math.sqrt(len(difference)))
+    return values.std(ddof=1).item() / math.sqrt(len(values))
 
 
 def summarize(losses, lengths, block_size):
@@ -154,9 +160,8 @@ def recall_probe(model, shards, gaps, passages, device, autocast, bar, setup):
             control.append(losses[1].mean())
             gains.append(control[-1] - second[-1])
             bar.update(pair.size)
-        error = float(np.std(gains, ddof=1) / math.sqrt(passages)) if passages > 1 and np.isfinite(gains).all() else None
         rows.append({"gap": gap, "loss": float(np.mean(second)), "control_loss": float(np.mean(control)),
-                     "gain": float(np.mean(gains)), "gain_error": error})
+                     "gain": float(np.mean(gains)), "gain_error": standard_error(gains)})
     return rows
 
 
@@ -274,10 +279,8 @@ def average(results):
 def average_rows(rows):
     row = {}
     for name in [name for name in rows[0] if not name.endswith("_error")]:
-        values = np.array([row[name] for row in rows], float)
-        row[name] = values.mean().item()
-        error = values.std(ddof=1).item() / math.sqrt(len(rows)) if len(rows) > 1 and np.isfinite(values).all() else None
-        row[f"{name}_error"] = error
+        values = [row[name] for row in rows]
+        row[name], row[f"{name}_error"] = float(np.mean(values)), standard_error(values)
     return row
 
 
