@@ -21,8 +21,8 @@ import torch.nn.functional as F
 
 import model as own
 from attention import Cache
-from checks import UsageError, check_outputs, integer, integers, program, write_json
-from eval_length import layout, picture
+from checks import UsageError, check_outputs, integer, integers, picture, program, write_json
+from eval_length import layout
 from train import device_name, make_optimizer
 
 MECHANISMS = "rope,randrot_qkv,accrot_qk,accrot_qkv,accrot_qkv:hidden,alibi,fox"

@@ -64,6 +64,22 @@ def whole(path, mode="w"):
         raise
 
 
+@contextmanager
+def picture(path, rows, columns, **options):
+    """Axes to draw on; what is drawn is then written to `path`, whole. UsageError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UsageError(f"plot={path}: needs matplotlib; pip install matplotlib, or leave --plot out") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
+    yield axes
+    with whole(path, "wb") as file:
+        figure.savefig(file, dpi=110, format=path[-3:])
+    plt.close(figure)
+
+
 def check_outputs(args):
     """An hour's result must not fail for want of a directory, nor replace what it was made from."""
     for name, kinds in (("json", (".json",)), ("plot", (".png", ".svg", ".pdf"))):

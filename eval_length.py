@@ -11,13 +11,12 @@ targets in the second half of every training-length block: they had at least hal
 Long windows span many documents.
 """
 import argparse, json, math, sys, time
-from contextlib import contextmanager
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from checks import UsageError, check_outputs, count, integer, integers, program, read_json, real, whole, write_json
+from checks import UsageError, check_outputs, count, integer, integers, picture, program, read_json, real, write_json
 from model import GPT, autocast_for, device_of
 from positional import ConstantRotation
 from prepare_data import TokenShards
@@ -331,22 +330,6 @@ def layout(lines):
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join([first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(rest, widths[1:]))]).rstrip()
                      for first, *rest in lines)
-
-
-@contextmanager
-def picture(path, rows, columns, **options):
-    """Axes to draw on; what is drawn is then written to `path`, whole. UsageError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UsageError(f"plot={path}: needs matplotlib; pip install matplotlib, or leave --plot out") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
-    yield axes
-    with whole(path, "wb") as file:
-        figure.savefig(file, dpi=110, format=path[-3:])
-    plt.close(figure)
 
 
 def plot(results, path):

@@ -13,8 +13,8 @@ import argparse, math, sys
 import numpy as np
 import torch
 
-from checks import UsageError, check_outputs, integer, integers, program, write_json
-from eval_length import held_out, label_of, layout, picture, row_names
+from checks import UsageError, check_outputs, integer, integers, picture, program, write_json
+from eval_length import held_out, label_of, layout, row_names
 from model import GPT
 
 HEAD_DIM, NEAR, LAMBDA, EPS = 64, 512, 4.0, 0.1  # coordinates; near tokens; half the logit range, nats; "mixed"
