@@ -321,6 +321,8 @@ class Cache:
         if self.store is None:
             self.store = [t.new_empty(*t.shape[:2], self.capacity, t.size(-1)) for t in new]
         stop = self.length + k.size(2)
+        if stop > self.capacity:
+            raise ValueError(f"a cache of {self.capacity} tokens cannot take in token {stop}")
         for store, t in zip(self.store, new):
             store[:, :, self.length:stop] = t
         self.state, self.length = frame.state, stop

@@ -54,11 +54,12 @@ class Case:
         with torch.inference_mode():
             self.model.eval().forward(idx, targets, reduction="none")
 
-    def generate(self, idx, targets):
+    def generate(self, idx, targets, room=0):
         with torch.inference_mode():
             if getattr(self, "cached", None) is not idx:  # the first turn fills the cache
-                self.cached, self.caches = idx, [Cache(idx.size(1) + 64 * NEW) for _ in self.model.blocks]
+                self.cached, self.caches = idx, [Cache(idx.size(1) + room) for _ in self.model.blocks]
                 self.model.eval().hidden(idx, caches=self.caches)
+                return
             for i in range(NEW):
                 self.model.head(self.model.hidden(targets[:, i:i + 1], caches=self.caches)[:, -1])
 
@@ -148,6 +149,9 @@ def compare(cases, kind, length, dtype, args, device):
         return turn
 
     turns = {case.name: turn_of(case) for case in cases}
+    if kind == "generate":
+        for case in cases:
+            case.generate(idx, targets, room=(args.warmup + args.repeats + 2) * NEW)
     if kind == "eval":  # attention's kernel alone, in all layers together
         q = torch.randn(batch, config.n_head, length, config.head_dim, device=device, dtype=DTYPES[dtype])
         turns["attention alone"] = lambda: [F.scaled_dot_product_attention(q, q, q, is_causal=True)
@@ -259,8 +263,8 @@ def main(argv=None):
         raise UsageError(f"dtype={args.dtype}: use float32, bfloat16 or float32,bfloat16")
     if args.against and (args.eval or args.generate):
         raise UsageError(f"against={args.against}: is timed in training only; leave --eval and --generate out")
-    if args.plot and len(set(args.eval)) < 3:
-        raise UsageError(f"plot={args.plot}: needs --eval with three lengths or more")
+    if args.plot and (len(set(args.eval)) < 3 or "," in args.dtype):
+        raise UsageError(f"plot={args.plot}: needs --eval with three lengths or more, and one --dtype")
     device = own.device_of("cpu" if args.device == "auto" and not torch.cuda.is_available() else args.device)
     torch.set_num_threads(args.threads or torch.get_num_threads())
     cases, rows = build(args, device), []

@@ -2,7 +2,7 @@
 
 No PyTorch here, so that prepare_data.py and its workers start at once.
 """
-import argparse, functools, json, math, os, re, reprlib, signal, sys
+import argparse, functools, json, math, os, re, reprlib, signal, sys, threading
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager
 
@@ -25,8 +25,10 @@ def program(main):
     @functools.wraps(main)
     def run(argv=None):
         for stream in (sys.stdout, sys.stderr):           # what a terminal cannot show must not end an hour's run
-            stream.reconfigure(errors="backslashreplace")
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             for word in sys.argv[1:] if argv is None else argv:
                 if re.fullmatch("--[^=]+=--", word):      # argparse would make it an empty list
@@ -34,6 +36,9 @@ def program(main):
             return main(argv) or 0
         except KeyboardInterrupt:
             status, why = 130, "interrupted"
+        except BrokenPipeError:                           # who reads our output, such as head, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
         except (UsageError, DataError, CheckpointError, OSError, BrokenExecutor) as error:
             status, why = 2, error
         except (FloatingPointError, MemoryError, RuntimeError) as error:
@@ -59,7 +64,7 @@ def whole(path, mode="w"):
         if os.path.exists(unfinished):
             os.remove(unfinished)
         fault = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save wraps that of a full disk
-        if isinstance(fault, OSError):
+        if isinstance(fault, OSError) and fault.errno:
             raise OSError(fault.errno, fault.strerror, str(path)) from None
         raise
 

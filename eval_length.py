@@ -205,7 +205,7 @@ def evaluate(path, args):
     check_tricks(model, path, args)
     shards = held_out(args.data, checkpoint, path)
     lengths, n_tokens = plan(shards, config.block_size, args.lengths, args.tokens)
-    longest = len(shards) - config.block_size - 1
+    longest = len(shards) - max(2, config.block_size) - 1
     gaps = [gap for gap in [0, *(config.block_size * 2 ** k // 2 for k in range(8))] if gap <= longest and args.recall]
     if args.gaps and (not args.recall or max(args.gaps) > longest):
         raise UsageError(f"gaps={max(args.gaps)}: needs --recall=PASSAGES, and the val split has room for {longest}")
@@ -231,6 +231,7 @@ def evaluate(path, args):
         "seed": config.seed, "block_size": config.block_size, "step": checkpoint["step"],
         "parameters": sum(p.numel() for p in model.parameters()), "train": checkpoint["train"],
         "protocol": protocol(n_tokens, lengths, config.block_size), "data": shards.meta["source"],
+        "val_sha256": [shard["sha256"] for shard in shards.meta["shards"]["val"]],
         "ntk": args.ntk, "window": args.window, "logn": args.logn,
         "dtype": "bfloat16" if autocast.keywords["enabled"] else "float32", "device": device.type, "targets": n_tokens, "seconds": time.perf_counter() - started, "lengths": rows,
         "by_position": loss_by_position(losses[max(lengths)], max(lengths)), "recall": recall}
@@ -262,10 +263,13 @@ def average(results):
     for r in results:
         same = {name: value for name, value in r["train"].items() if name not in {*FREE_ON_RESUME, "seed", "init_from"}}
         same["init_from"] = bool(r["train"]["init_from"])
+        text = r.get("val_sha256"), r["data"], r.get("dtype")
         rows = [[row["length"], sorted(row)] for row in r["lengths"]], [[row["gap"], sorted(row)] for row in r["recall"]]
         bins = r["by_position"]["first_position"]
-        key = json.dumps([r["label"], r["data"], r["step"], r["targets"], rows, bins, same], sort_keys=True)
-        groups.setdefault(key, []).append(r)
+        key = json.dumps([r["label"], text, r["step"], r["targets"], rows, bins, same], sort_keys=True)
+        if r["seed"] in [other["seed"] for other in groups.setdefault(key, [])]:
+            raise UsageError(f"average: {r['label']} with seed {r['seed']} is given twice ({r['checkpoint']})")
+        groups[key].append(r)
     merged = []
     for runs in groups.values():
         lengths, recall = ([average_rows(rows) for rows in zip(*(r[kind] for r in runs))] for kind in ("lengths", "recall"))
@@ -356,7 +360,8 @@ def plot(results, path):
         axes[0].yaxis.set_major_formatter("{x:g}")
         axes[0].yaxis.set_minor_formatter("{x:g}")
         for axis, (x, y) in zip(axes, titles):
-            axis.set_xscale("log", base=2)
+            near_zero = {"linthresh": max(trained) / unit / 4} if x.startswith("gap") else {}  # a gap can be 0
+            axis.set_xscale("symlog" if near_zero else "log", base=2, **near_zero)
             axis.xaxis.set_major_formatter("{x:,g}")
             axis.set(xlabel=f"{x} ({'tokens' if len(trained) == 1 else 'training lengths'})", ylabel=y)
             axis.axvline(max(trained) / unit, color="gray", linestyle=":", linewidth=1)
@@ -367,7 +372,8 @@ def plot(results, path):
 
 def row_of(*names):
     """Whether a row of a results file has only numbers, these among them."""
-    return lambda row: isinstance(row, dict) and row.keys() >= set(names) and all(map(real, row.values()))
+    return lambda row: (isinstance(row, dict) and row.keys() >= set(names) and all(map(real, row.values()))
+                        and all(value is None or value >= 0 for name, value in row.items() if name.endswith("_error")))
 
 
 # What a results file must say to be shown or averaged: a list of such results.

@@ -109,8 +109,8 @@ class TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, by_loss):
         x, weight, slope = ctx.saved_tensors
-        by_loss = by_loss[:, None].to(x.dtype)
-        return slope @ weight * by_loss, slope.mT @ (x * by_loss), None
+        by_loss = by_loss[:, None]
+        return (slope @ weight * by_loss).to(x.dtype), slope.mT @ (x * by_loss).to(x.dtype), None
 
 
 class GPT(nn.Module):

@@ -12,6 +12,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 RUN=.venv/bin/python CORES=${CORES:-$(nproc)} KEEP=results/study
 export OMP_NUM_THREADS=1
+trap 'exit 130' INT TERM  # else what train.py saved when interrupted would be evaluated as if it were finished
 COMPILE=$(command -v g++ >/dev/null && echo --compile || true)
 
 LARGE="--n_embd=256 --n_head=4 --block_size=512 --batch_size=6 --eval_interval=300"
@@ -61,7 +62,7 @@ row() {  # group name seed: train, evaluate, keep
     local group=$1 name=$2 seed=$3 flags tricks
     local kept=$KEEP/$group/$name-$seed out=out/study/$group-$name-$seed
     [ -f "$kept.json" ] && return
-    IFS='|' read -r flags tricks < <(awk -F' *[|] *' -v g="$group" -v n="$name" '$1 == g && $2 == n {print $4 "|" $5}' <<< "$ROWS")
+    IFS='|' read -r flags tricks < <(awk -F' *[|] *' -v g="$group" -v n="$name" '$1 == g && $2 == n {print $4 "|" $5}' <<< "$ROWS") || true
     [ -n "$flags" ] || { echo "study.sh: no row '$group $name'" >&2; exit 2; }
     mkdir -p "$out" "$KEEP/$group" "$KEEP/long" "$KEEP/theory"
     local common="--config=demo --data=data/stdlib --max_steps=1200 --dtype=bfloat16 --eval_interval=1200
@@ -72,6 +73,8 @@ row() {  # group name seed: train, evaluate, keep
         flags=${flags/--init_from=$before/--init_from=$out-before/ckpt.pt}
     fi
     $RUN train.py $common $flags --out="$out"
+    tail -n 1 "$out/log.jsonl" | grep -q '"val"' || { echo "study.sh: $out is not finished; run it again" >&2; exit 1; }
+    rm -f "$out"/eval?.json "$out"/long*.json
     local length=256 tokens=65536 long=$KEEP/long/$name-$seed.json number=0 trick
     [[ $flags =~ --block_size=([0-9]+) ]] && length=${BASH_REMATCH[1]}
     local few="--lengths=$((16 * length)),$((128 * length)) --tokens=$tokens"
@@ -109,6 +112,7 @@ one() {
     finished=$(grep -c . "$COUNT" || true)
     left=$((TOTAL - finished)) eta=$(( finished ? ($(date +%s) - BEGAN) * (TOTAL - finished) / finished : 0 ))
     echo "$(date +%H:%M) $* $result; $left of $TOTAL left, about $((eta / 3600)) h $((eta / 60 % 60)) min"
+    [ "$result" = done ]
 }
 export -f one
 echo "$TOTAL rows to do, $CORES at a time"

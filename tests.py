@@ -1846,6 +1846,15 @@ def test_an_average_is_over_seeds_alone_with_the_standard_error_over_them(tmp_pa
     assert "2.000 ±0.577" in capsys.readouterr().out
 
 
+def test_an_average_keeps_texts_and_precisions_apart_and_refuses_a_run_twice():
+    rows = eval_length.summarize({64: np.ones(1024), 128: np.ones(1024)}, [64, 128], 64)
+    runs = [result_of(rows, seed=seed, val_sha256=[text], dtype=dtype) for seed, text, dtype in (
+        (1, "a", "float32"), (2, "a", "float32"), (3, "b", "float32"), (4, "a", "bfloat16"))]
+    assert [r["runs"] for r in eval_length.average(runs)] == [2, 1, 1]
+    with pytest.raises(positional.UsageError, match="seed 1 is given twice"):
+        eval_length.average(runs + runs[:1])
+
+
 def test_a_picture_of_several_training_lengths_is_in_multiples_of_them(tmp_path, monkeypatch):
     plt = pytest.importorskip("matplotlib.pyplot", reason="the picture needs matplotlib")
     monkeypatch.setattr(plt, "close", lambda figure: None)
@@ -2336,6 +2345,25 @@ def test_theory_reads_steps_off_the_phases():
     torch.testing.assert_close(off, torch.full((1, 4), half / 2 ** 0.5, dtype=torch.float64))
 
 
+def test_a_full_cache_refuses():
+    model, idx = tiny(pos="rope"), tokens(1, 5)
+    caches = [attention.Cache(6) for _ in model.blocks]
+    with torch.no_grad():
+        model(idx, caches=caches)
+        model(idx[:, :1], caches=caches)
+        with pytest.raises(ValueError, match="cache of 6 tokens"):
+            model(idx[:, :1], caches=caches)
+
+
+def test_a_program_says_nothing_to_a_reader_that_has_gone_and_runs_without_output(tmp_path):
+    command = [sys.executable, str(HERE / "eval_length.py"), str(HERE / "results/demo.json")]
+    done = subprocess.run(f"{shlex.join(command)} | true; exit ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash",
+                          capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode in (0, 141) and not done.stderr
+    done = subprocess.run(f"{shlex.join(command)} >&-", shell=True, capture_output=True, text=True, cwd=tmp_path)
+    assert "Traceback" not in done.stderr and "reconfigure" not in done.stderr
+
+
 def test_theory_window_is_where_coherence_is_one_over_e():
     distances = [1, 2, 4, 8, 16]
     for true in (0.5, 3.0, 7.9):
@@ -2436,8 +2464,7 @@ BENCH = ["--n_layer=1", "--n_head=2", "--n_embd=32", "--vocab_size=100", "--devi
 
 def test_bench_from_the_command_line(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
-    flags = ["--pos=rope,accrot_qkv:table,alibi", "--train=16", "--eval=16,32,64", "--generate=16", f"--json={tmp_path}/b.json",
-             f"--plot={tmp_path}/b.png"]
+    flags = ["--pos=rope,accrot_qkv:table,alibi", "--train=16", "--eval=16,32,64", "--generate=16", f"--json={tmp_path}/b.json"]
     assert bench.main([*BENCH, *flags]) == 0
     shown, rows = capsys.readouterr().out, json.loads((tmp_path / "b.json").read_text())["rows"]
     names = ["rope", "accrot_qkv:table", "alibi"]
@@ -2449,7 +2476,9 @@ def test_bench_from_the_command_line(tmp_path, capsys):
         for r in block:
             assert r["ms"] > 0 and r["mfu"] == pytest.approx(r["floor_ms"] / r["ms"]) and r["memory"] >= 0
     assert rows[1]["parameters"] - rows[0]["parameters"] == 128 * 16
-    assert "training step, 2 x 16 tokens, float32" in shown and "8 new tokens" in shown and "b over attention alone" in shown
+    assert "training step, 2 x 16 tokens, float32" in shown and "8 new tokens" in shown
+    flags = ["--pos=rope", "--train=", "--eval=16,32,64", "--dtype=float32", f"--plot={tmp_path}/b.png"]
+    assert bench.main([*BENCH, *flags]) == 0 and "b over attention alone" in capsys.readouterr().out
     assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -368,8 +368,9 @@ def train(settings, given, ranks):
                     share = wrapped(idx, targets, sequence)[1] / settings["grad_accum"]
                 share.backward()
             loss += share.detach()
-            # the next batch is read while the device still computes this one
-            ahead = batch(step + (accum + 1) // settings["grad_accum"], (accum + 1) % settings["grad_accum"])
+            following = step + (accum + 1) // settings["grad_accum"]
+            if following < last:  # the next batch is read while the device still computes this one
+                ahead = batch(following, (accum + 1) % settings["grad_accum"])
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip"] or math.inf)
         total, norm, stopping = ranks.sum([loss, norm, float(bool(stop_signals))])
         loss, norm = total / ranks.size, norm / ranks.size
