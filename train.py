@@ -414,6 +414,7 @@ def train(settings, given, ranks):
         if step == first and not checkpoint:
             save_checkpoint(path, model, optimizer, step, settings, shards.meta)
         tqdm.write(f"{path} is at step {step}" + ("; stopped by a signal, go on with --resume" if step < last else ""))
+    ranks.barrier()  # nobody takes the connections down while the first rank still saves
 
 
 def diverged(path, settings):
