@@ -233,7 +233,8 @@ def evaluate(path, args):
         "protocol": protocol(n_tokens, lengths, config.block_size), "data": shards.meta["source"],
         "val_sha256": [shard["sha256"] for shard in shards.meta["shards"]["val"]],
         "ntk": args.ntk, "window": args.window, "logn": args.logn,
-        "dtype": "bfloat16" if autocast.keywords["enabled"] else "float32", "device": device.type, "targets": n_tokens, "seconds": time.perf_counter() - started, "lengths": rows,
+        "dtype": "bfloat16" if autocast.keywords["enabled"] else "float32", "device": device.type,
+        "targets": n_tokens, "seconds": time.perf_counter() - started, "lengths": rows,
         "by_position": loss_by_position(losses[max(lengths)], max(lengths)), "recall": recall}
 
 

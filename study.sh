@@ -58,6 +58,11 @@ large   | accrot_qkv+fox    | 1 | $LARGE --pos=accrot_qkv+fox                   
 "
 SEEDS=${SEEDS:-1 2 3} PARTS=${PARTS:-main context warm heads large steps}
 
+trained() {  # out steps flags...: train to the end, or go on to it; a run that a signal stopped has no validation there
+    $RUN train.py "${@:3}" --out="$1"
+    grep -q "\"step\": $2, \"val\"" "$1/log.jsonl" || { echo "study.sh: $1 is not finished; run it again" >&2; exit 1; }
+}
+
 row() {  # group name seed: train, evaluate, keep
     local group=$1 name=$2 seed=$3 flags tricks
     local kept=$KEEP/$group/$name-$seed out=out/study/$group-$name-$seed
@@ -65,15 +70,16 @@ row() {  # group name seed: train, evaluate, keep
     IFS='|' read -r flags tricks < <(awk -F' *[|] *' -v g="$group" -v n="$name" '$1 == g && $2 == n {print $4 "|" $5}' <<< "$ROWS") || true
     [ -n "$flags" ] || { echo "study.sh: no row '$group $name'" >&2; exit 2; }
     mkdir -p "$out" "$KEEP/$group" "$KEEP/long" "$KEEP/theory"
+    local steps=1200
+    [[ $flags =~ --max_steps=([0-9]+) ]] && steps=${BASH_REMATCH[1]}
     local common="--config=demo --data=data/stdlib --max_steps=1200 --dtype=bfloat16 --eval_interval=1200
                   --log_interval=50 --seed=$seed --resume $COMPILE"
     if [[ $flags =~ --init_from=([a-z_]+) ]]; then  # first the half of the steps that RoPE takes
         local before=${BASH_REMATCH[1]}
-        $RUN train.py $common ${flags/--init_from=$before/} --pos=$before --out="$out-before"
+        trained "$out-before" $steps $common ${flags/--init_from=$before/} --pos=$before
         flags=${flags/--init_from=$before/--init_from=$out-before/ckpt.pt}
     fi
-    $RUN train.py $common $flags --out="$out"
-    tail -n 1 "$out/log.jsonl" | grep -q '"val"' || { echo "study.sh: $out is not finished; run it again" >&2; exit 1; }
+    trained "$out" $steps $common $flags
     rm -f "$out"/eval?.json "$out"/long*.json
     local length=256 tokens=65536 long=$KEEP/long/$name-$seed.json number=0 trick
     [[ $flags =~ --block_size=([0-9]+) ]] && length=${BASH_REMATCH[1]}
