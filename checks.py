@@ -1,7 +1,5 @@
-"""What all programs share: how they read numbers, judge what a file says, write files whole, refuse, and end.
-
-No PyTorch here, so that prepare_data.py and its workers start at once.
-"""
+"""How all programs read numbers, judge what a file says, write files whole, refuse, and end. No PyTorch here, so that
+prepare_data.py and its workers start at once."""
 import argparse, functools, json, math, os, re, reprlib, signal, sys, threading
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager
@@ -73,31 +71,25 @@ def whole(path, mode="w"):
 def picture(path, rows, columns, **options):
     """Axes to draw on; what is drawn is then written to `path`, whole. UsageError without matplotlib."""
     try:
-        import matplotlib
+        from matplotlib import figure
     except ImportError:
         raise UsageError(f"plot={path}: needs matplotlib; pip install matplotlib, or leave --plot out") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
-    yield axes
+    drawing = figure.Figure(layout="constrained", **options)
+    yield drawing.subplots(rows, columns)
     with whole(path, "wb") as file:
-        figure.savefig(file, dpi=110, format=path[-3:])
-    plt.close(figure)
+        drawing.savefig(file, dpi=110, format=path[-3:])
 
 
 def check_outputs(args):
     """An hour's result must not fail for want of a directory, nor replace what it was made from."""
     for name, kinds in (("json", (".json",)), ("plot", (".png", ".svg", ".pdf"))):
-        path = getattr(args, name)
-        folder = os.path.dirname(path or "") or "."
-        if path and not os.path.isdir(folder):
-            raise UsageError(f"{name}={path}: there is no directory {folder}; make it first")
-        if path and (not path.endswith(kinds) or os.path.isdir(path)
-                     or os.path.realpath(path) in map(os.path.realpath, args.inputs)):
-            raise UsageError(f"{name}={path}: name a file that ends in {' or '.join(kinds)} and is not read from")
+        if path := getattr(args, name):
+            if not os.path.isdir(folder := os.path.dirname(path) or "."):
+                raise UsageError(f"{name}={path}: there is no directory {folder}; make it first")
+            if (not path.endswith(kinds) or os.path.isdir(path)
+                    or os.path.realpath(path) in map(os.path.realpath, args.inputs)):
+                raise UsageError(f"{name}={path}: name a file that ends in {' or '.join(kinds)} and is not read from")
 
-
-# ---------------------------------------------------------------- numbers on the command line
 
 def number(low, high=math.inf, kind=float):
     """argparse type: a finite number in [low, high]."""
@@ -130,8 +122,6 @@ def switch(text):
     return text.lower() in ("true", "1", "yes")
 
 
-# ---------------------------------------------------------------- what files say
-
 def count(value):
     """Whether a file's value is a number of things."""
     return type(value) is int and 0 <= value <= 2 ** 53
@@ -145,6 +135,7 @@ def real(value):
 def misfit(value, shape, name=""):
     """Where `value`, read from a file that anybody may have written, is not of `shape`, and what stands there; else "".
     A shape is a type, a test, a list with the shape of each item, or a dict with the shapes of the keys it must have."""
+    found = []
     if isinstance(shape, dict) and isinstance(value, dict):
         missing = [f"{name} has no {key}".strip() for key in shape if key not in value]
         found = missing or [misfit(value[key], part, f"{name}/{key}".strip("/")) for key, part in shape.items()]
@@ -152,8 +143,6 @@ def misfit(value, shape, name=""):
         found = [misfit(item, shape[0], f"{name}/{i}".strip("/")) for i, item in enumerate(value)]
     elif isinstance(shape, (dict, list)) or not (isinstance(value, shape) if isinstance(shape, type) else shape(value)):
         found = [f"{name or 'all of it'} is {reprlib.repr(value)}"]
-    else:
-        found = []
     return next(filter(None, found), "")
 
 

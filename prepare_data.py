@@ -9,8 +9,9 @@ A shard is 256 little-endian int32 (magic, version, number of tokens, zeros) and
 modded-nanogpt. Each document ends with one end-of-text id; the next follows at once, even into the next shard.
 meta.json says what the tokens are. It is written last, so a directory without it is unfinished.
 """
-import argparse, collections, hashlib, itertools, json, multiprocessing, os, re, shutil, signal, sys, threading, time
+import argparse, collections, functools, hashlib, json, multiprocessing, os, re, shutil, signal, sys, threading, time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,10 @@ SPLIT_RULE = "val if BLAKE2b-64 of the document's UTF-8 text, as a big-endian fr
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 TOKENIZERS = ("gpt2", "bytes")
 SHARD = re.compile(r"(train|val)_\d{6}\.bin")             # no other name is read, so none outside the directory
-META = {"tokenizer": str, "vocab_size": count, "eot": count, "source": str, "arguments": dict}   # what meta.json must say
-META |= {key: dict.fromkeys(SPLITS, count) for key in ("documents", "tokens")}
-META["shards"] = dict.fromkeys(SPLITS, [{"file": lambda name: isinstance(name, str) and SHARD.fullmatch(name),
-                                         "tokens": count, "sha256": str}])
+META = {"tokenizer": str, "vocab_size": count, "eot": count, "source": str, "arguments": dict,  # what meta.json says
+        "documents": dict.fromkeys(SPLITS, count), "tokens": dict.fromkeys(SPLITS, count),
+        "shards": dict.fromkeys(SPLITS, [{"file": lambda name: isinstance(name, str) and SHARD.fullmatch(name),
+                                          "tokens": count, "sha256": str}])}
 PIECE = 1 << 18                                           # characters given to the tokenizer at once, bytes to a worker
 # A longer text is cut before a blank that follows a non-blank, the last such place. No match of GPT-2's pattern spans
 # it and none looks back, so both sides give the tokens they give in the whole text. Only a run without such a place
@@ -126,46 +127,42 @@ def text_of(name, line, raw, column):
                         f"--text_column can be {columns}") from None
 
 
-def start_worker(tokenizer, *settings):
-    global worker
-    worker = get_tokenizer(tokenizer), *settings
-    if parent := multiprocessing.parent_process():
-        # A parent that is killed cannot end its workers, and they would wait for ever.
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+def start_worker():
+    """A parent that is killed cannot end its workers, and they would wait for ever."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def encode_batch(batch):
+def encode_batch(args, dtype, eot, batch):
     """(file, [(line, raw bytes)]) -> ({split: its tokens, in order}, counts of what was done)."""
-    tokenizer, dtype, column, min_doc_tokens, val_fraction = worker
-    counts, parts = collections.Counter(read=len(batch[1])), {split: [] for split in SPLITS}
-    for line, raw in batch[1]:
-        text, utf8, mended = text_of(batch[0], line, raw, column)
-        if tokenizer.name == "bytes":
-            tokens, forced = [np.frombuffer(utf8, np.uint8)], False
-        else:                                             # no special tokens: a text may mention the marker
-            tokens = [tokenizer.encode_to_numpy(m[0], disallowed_special=()) for m in CUT.finditer(text)]
-            forced = len(tokens) > 1 and any(m[1] for m in CUT.finditer(text))
-        if not text or sum(map(len, tokens)) < min_doc_tokens:
+    name, rows = batch
+    counts, parts = collections.Counter(read=len(rows)), {split: [] for split in SPLITS}
+    tokenizer = None if args.tokenizer == "bytes" else get_tokenizer(args.tokenizer)
+    for line, raw in rows:
+        text, utf8, mended = text_of(name, line, raw, args.text_column)
+        pieces = list(CUT.finditer(text)) if tokenizer else []    # no special tokens: a text may mention the marker
+        tokens = [tokenizer.encode_to_numpy(piece[0], disallowed_special=()) for piece in pieces]
+        tokens = tokens or [np.frombuffer(utf8, np.uint8)]
+        if not text or sum(map(len, tokens)) < args.min_doc_tokens:
             counts["short_dropped" if text else "empty_dropped"] += 1
             continue
         fraction = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "big") / 2**64
-        split = "val" if fraction < val_fraction else "train"
-        parts[split] += [*tokens, np.array([tokenizer.eot_token])]
-        counts.update({split: 1, "mended": mended, "run_cut": forced})
+        split = "val" if fraction < args.val_fraction else "train"
+        parts[split] += [*tokens, np.array([eot])]
+        counts.update({split: 1, "mended": mended, "run_cut": any(piece[1] for piece in pieces)})
     return {split: np.concatenate(p, dtype=dtype, casting="unsafe") for split, p in parts.items() if p}, counts
 
 
-def encode_all(batches, num_proc, settings):
-    """Yield encode_batch of each batch, in order. What is under way is bounded, and so is memory."""
+def encode_all(encode, batches, num_proc):
+    """Yield encode(batch) of each batch, in order. What is under way is bounded, and so is memory."""
     if num_proc == 1:
-        start_worker(*settings)
-        yield from map(encode_batch, batches)
+        yield from map(encode, batches)
         return
-    with ProcessPoolExecutor(num_proc, multiprocessing.get_context("spawn"), start_worker, settings) as pool:
+    with ProcessPoolExecutor(num_proc, multiprocessing.get_context("spawn"), start_worker) as pool:
         waiting = collections.deque()
         for batch in batches:
             handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the workers inherit it: Ctrl-C is for the parent
-            waiting.append(pool.submit(encode_batch, batch))
+            waiting.append(pool.submit(encode, batch))
             signal.signal(signal.SIGINT, handler)
             if len(waiting) > 3 * num_proc:
                 yield waiting.popleft().result()
@@ -174,7 +171,7 @@ def encode_all(batches, num_proc, settings):
 
 def local_files(dataset):
     """stdlib, a path, a glob, or a directory with all below it -> [(path, bytes)], sorted; None for a hub id."""
-    try:
+    with suppress(ValueError, RuntimeError):              # a ** that is no whole name; a ~ of no user
         given, legal, skip = Path(dataset).expanduser(), SUFFIXES, set()
         if dataset == "stdlib":
             given, legal = Path(os.__file__).parent, (".py",)
@@ -185,19 +182,17 @@ def local_files(dataset):
             return None
         else:
             found = [given] if given.exists() else list(Path(given.anchor).glob(str(given.relative_to(given.anchor))))
-    except (ValueError, RuntimeError):                    # a ** that is no whole name; a ~ of no user
-        found, legal = [], SUFFIXES
-    if not found or not all(p.suffix in legal for p in found):
-        raise DataError(f"--dataset={dataset}: no file, or one of another kind than {', '.join(SUFFIXES)}; legal are "
-                        f"paths, quoted globs and directories of these, stdlib, and hub ids")
-    return [(str(p), p.stat().st_size) for p in sorted(found)]
+        if found and all(p.suffix in legal for p in found):
+            return [(str(p), p.stat().st_size) for p in sorted(found)]
+    raise DataError(f"--dataset={dataset}: no file, or one of another kind than {', '.join(SUFFIXES)}; legal are "
+                    f"paths, quoted globs and directories of these, stdlib, and hub ids")
 
 
 def hub_files(repo, revision, limit):
-    """A hub dataset's train split -> ([(file, bytes)], commit, function from file to path, bytes yet to download)."""
+    """A hub dataset's train split -> ([(file, bytes)], function from file to path, its name, [(cache, bytes)])."""
     try:
         import datasets
-        from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+        from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
         # Asked first because it fails at once without a network, where load_dataset_builder retries for 23 s.
         info = HfApi().dataset_info(repo, revision=revision, files_metadata=True, timeout=10)
         builder = datasets.load_dataset_builder(repo, revision=info.sha)
@@ -212,8 +207,9 @@ def hub_files(repo, revision, limit):
     if not limit and any(re.search(r"(^|/)partial[-/]", name) for name in names):
         raise DataError(f"--dataset={repo}: revision {revision} is only a part of it; give another, or --limit_docs")
     missing = sum(sizes[name] for name in names if not try_to_load_from_cache(repo, name, None, info.sha, "dataset"))
-    return ([(name, sizes[name]) for name in names], info.sha,
-            lambda name: hf_hub_download(repo, name, revision=info.sha, repo_type="dataset"), missing)
+    return ([(name, sizes[name]) for name in names],
+            lambda name: hf_hub_download(repo, name, revision=info.sha, repo_type="dataset"),
+            f"{repo} at {info.sha}", [(constants.HF_HUB_CACHE, missing)])
 
 
 def read_batches(files, fetch, column, limit, progress):
@@ -253,30 +249,27 @@ def read_file(name, path, size, column):
         yield size, [(1, Path(path).read_bytes())]
 
 
-class ShardWriter:
-    """Writes one split, under temporary names. write() returns the shards that are whole; with `end`, all of them."""
-    def __init__(self, out, split, shard_tokens, dtype):
-        self.out, self.split, self.shard_tokens, self.dtype = out, split, shard_tokens, dtype
-        self.shards, self.file = [], None
+def append(tokens, start, out, split, shard_tokens):
+    """Write a split's tokens from number `start` on, under temporary names, headers still empty -> the next number."""
+    while len(tokens):
+        shard, at = divmod(start, shard_tokens)
+        now, tokens = np.split(tokens, [shard_tokens - at])
+        with open(out / f"{split}_{shard:06d}.bin.tmp", "ab") as file:
+            file.write(b"" if at else bytes(4 * HEADER))
+            file.write(now)
+        start += len(now)
+    return start
 
-    def write(self, tokens, end=False):
-        while len(tokens) or (end and self.file):
-            if self.file is None:
-                self.name, self.count = f"{self.split}_{len(self.shards):06d}.bin", 0
-                self.file = open(self.out / f"{self.name}.tmp", "w+b")
-                self.file.write(bytes(4 * HEADER))
-            now, tokens = np.split(tokens, [self.shard_tokens - self.count])
-            self.file.write(now)
-            self.count += len(now)
-            if self.count == self.shard_tokens or end:    # whole: now the header, and all of it on disk
-                self.file.seek(0)
-                self.file.write(np.array([*FORMATS[self.dtype], self.count], "<i4"))
-                self.file.flush()
-                os.fsync(self.file.fileno())
-                self.file = self.file.close()
-                digest = sha256(self.out / f"{self.name}.tmp")
-                self.shards.append({"file": self.name, "tokens": self.count, "sha256": digest})
-        return self.shards
+
+def seal(path, dtype):
+    """Give a shard its header and then, when all of it is on the disk, its name -> what meta.json says of it."""
+    with open(f"{path}.tmp", "r+b") as file:
+        count = (os.path.getsize(file.name) - 4 * HEADER) // np.dtype(dtype).itemsize
+        file.write(np.array([*FORMATS[dtype], count], "<i4"))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+    return {"file": path.name, "tokens": count, "sha256": sha256(path)}
 
 
 def sha256(path):
@@ -321,17 +314,14 @@ def prepare(args):
     source = f"{args.dataset}: {arguments['input']} (Python {sys.version.split()[0]})"
     if (out / "meta.json").exists() and not args.overwrite:
         old = read_meta(out)["arguments"]
-        changed = ", ".join(f"{k} was {old.get(k)}, is {v}" for k, v in arguments.items() if old.get(k) != v)
-        if changed:
+        if changed := ", ".join(f"{k} was {old.get(k)}, is {v}" for k, v in arguments.items() if old.get(k) != v):
             raise DataError(f"{out} holds data made otherwise ({changed}); give another --out, or add --overwrite")
         print(f"{out} is finished already, with these very arguments (--overwrite would make it anew)")
         return
 
-    tokenizer, counts = get_tokenizer(args.tokenizer), collections.Counter()
+    tokenizer, counts, written = get_tokenizer(args.tokenizer), collections.Counter(), dict.fromkeys(SPLITS, 0)
     if not local:
-        from huggingface_hub.constants import HF_HUB_CACHE
-        files, commit, fetch, missing = hub_files(args.dataset, args.revision, args.limit_docs)
-        source, downloads = f"{args.dataset} at {commit}", [(HF_HUB_CACHE, missing)]
+        files, fetch, source, downloads = hub_files(args.dataset, args.revision, args.limit_docs)
     if not args.limit_docs:                               # with a limit, nothing is known beforehand
         text = sum(size * (1.65 if name.endswith(".parquet") else 1) for name, size in files)
         # GPT-2's tokens take 0.45 bytes per byte of English, 0.9 per byte of source code.
@@ -340,41 +330,38 @@ def prepare(args):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     num_proc = args.num_proc or min(cores, 1 + total // 2**24)    # less than 16 MB each is done before workers start
     dtype = "<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4"
-    settings = (args.tokenizer, dtype, args.text_column, args.min_doc_tokens, args.val_fraction)
-    writers = {split: ShardWriter(out, split, args.shard_tokens, dtype) for split in SPLITS}
+    encode = functools.partial(encode_batch, args, dtype, tokenizer.eot_token)
     out.mkdir(parents=True, exist_ok=True)
     clear(out)
     try:
         with tqdm(total=None if args.limit_docs else total, unit="B", unit_scale=True, disable=None) as progress:
             batches = read_batches(files, fetch, args.text_column, args.limit_docs, progress)
-            for tokens, done in encode_all(batches, num_proc, settings):
+            for tokens, done in encode_all(encode, batches, num_proc):
                 counts.update(done)
                 for split in tokens:
-                    writers[split].write(tokens[split])
-        if not counts["train"] + counts["val"]:
+                    written[split] = append(tokens[split], written[split], out, split, args.shard_tokens)
+        if not any(written.values()):
             raise DataError(f"--dataset={args.dataset}: no document is left to write ({dict(counts)}); "
                             f"--min_doc_tokens={args.min_doc_tokens} may be too many")
-        shards = {split: writers[split].write([], end=True) for split in SPLITS}
+        shards = {split: [seal(out / f"{split}_{i:06d}.bin", dtype) for i in range(-(-n // args.shard_tokens))]
+                  for split, n in written.items()}
         meta = {"tokenizer": args.tokenizer, "vocab_size": tokenizer.n_vocab, "eot": tokenizer.eot_token,
                 "source": source, "split_rule": SPLIT_RULE, "documents": {split: counts[split] for split in SPLITS},
-                "tokens": {split: sum(shard["tokens"] for shard in shards[split]) for split in SPLITS},
+                "tokens": written,
                 "handled": {k: counts[k] for k in ("read", "empty_dropped", "short_dropped", "mended", "run_cut")},
                 "shards": shards, "arguments": arguments}
-        for shard in itertools.chain(*shards.values()):
-            os.replace(out / f"{shard['file']}.tmp", out / shard["file"])
         write_json(out / "meta.json", meta)
     except BaseException:
         clear(out)
         raise
-    seconds, n_tokens = time.perf_counter() - started, sum(meta["tokens"].values())
+    seconds, n_tokens = time.perf_counter() - started, sum(written.values())
     for split in SPLITS:
-        print(f"{split}: {counts[split]:,} documents, {meta['tokens'][split]:,} tokens")
+        print(f"{split}: {counts[split]:,} documents, {written[split]:,} tokens")
     print("{read:,} documents read; dropped {empty_dropped:,} empty and {short_dropped:,} too short; replaced what is no "
           "text in {mended:,}; cut a very long run without blanks in {run_cut:,}".format(**meta["handled"]))
-    for split in SPLITS:
-        if not counts[split]:
-            print(f"note: no document is in {split}, and train.py needs both sides. A document is on one side only: give "
-                  f"more of them (a file or a line of .jsonl each), or another --val_fraction")
+    for split in [split for split in SPLITS if not counts[split]]:
+        print(f"note: no document is in {split}, and train.py needs both sides. A document is on one side only: give "
+              f"more of them (a file or a line of .jsonl each), or another --val_fraction")
     print(f"{out} is ready, after {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s with --num_proc={num_proc}")
 
 

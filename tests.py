@@ -1856,12 +1856,13 @@ def test_an_average_keeps_texts_and_precisions_apart_and_refuses_a_run_twice():
 
 
 def test_a_picture_of_several_training_lengths_is_in_multiples_of_them(tmp_path, monkeypatch):
-    plt = pytest.importorskip("matplotlib.pyplot", reason="the picture needs matplotlib")
-    monkeypatch.setattr(plt, "close", lambda figure: None)
+    figure = pytest.importorskip("matplotlib.figure", reason="the picture needs matplotlib")
+    drawn, original = [], figure.Figure.savefig
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *a, **k: drawn.append(self) or original(self, *a, **k))
     rows = eval_length.summarize({64: np.ones(1024), 128: np.ones(1024)}, [64, 128], 64)
     for sizes, words, ends in (([64, 64], "tokens", [128, 128]), ([64, 128], "training lengths", [2, 1])):
         eval_length.plot([result_of(rows, block_size=size) for size in sizes], f"{tmp_path}/p.png")
-        axis = plt.gcf().axes[0]
+        axis = drawn[-1].axes[0]
         assert words in axis.get_xlabel() and [c.lines[0].get_xdata()[-1] for c in axis.containers] == ends
 
 
