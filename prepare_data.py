@@ -284,12 +284,10 @@ def clear(out):
             path.unlink()
 
 
-def amount(size):
-    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
-
-
 def check_disk(needs):
     """Say what will be written, [(directory, bytes)]. DataError if a file system lacks the room."""
+    def amount(size):
+        return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
     print("needs about " + " and ".join(f"{amount(size)} in {path}" for path, size in needs), flush=True)
     wanted = collections.Counter()                        # per file system
     for path, size in needs:
@@ -345,11 +343,10 @@ def prepare(args):
                             f"--min_doc_tokens={args.min_doc_tokens} may be too many")
         shards = {split: [seal(out / f"{split}_{i:06d}.bin", dtype) for i in range(-(-n // args.shard_tokens))]
                   for split, n in written.items()}
-        meta = {"tokenizer": args.tokenizer, "vocab_size": tokenizer.n_vocab, "eot": tokenizer.eot_token,
-                "source": source, "split_rule": SPLIT_RULE, "documents": {split: counts[split] for split in SPLITS},
-                "tokens": written,
-                "handled": {k: counts[k] for k in ("read", "empty_dropped", "short_dropped", "mended", "run_cut")},
-                "shards": shards, "arguments": arguments}
+        meta = dict(tokenizer=args.tokenizer, vocab_size=tokenizer.n_vocab, eot=tokenizer.eot_token, source=source,
+                    split_rule=SPLIT_RULE, documents={split: counts[split] for split in SPLITS}, tokens=written,
+                    handled={k: counts[k] for k in ("read", "empty_dropped", "short_dropped", "mended", "run_cut")},
+                    shards=shards, arguments=arguments)
         write_json(out / "meta.json", meta)
     except BaseException:
         clear(out)
