@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from checks import DataError, count, integer, number, program, read_json, write_json
+from checks import DataError, count, integer, number, program, read_json, whole, write_json
 
 HEADER = 256                                              # int32 words before the first token
 FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}    # token type: (magic, version); both are llm.c's
@@ -30,9 +30,9 @@ META = {"tokenizer": str, "vocab_size": count, "eot": count, "source": str, "arg
         "shards": dict.fromkeys(SPLITS, [{"file": lambda name: isinstance(name, str) and SHARD.fullmatch(name),
                                           "tokens": count, "sha256": str}])}
 PIECE = 1 << 18                                           # characters given to the tokenizer at once, bytes to a worker
-# A longer text is cut before a blank that follows a non-blank, the last such place. No match of GPT-2's pattern spans
-# it and none looks back, so both sides give the tokens they give in the whole text. Only a run without such a place
-# (one symbol a million times, a base64 blob) is cut anywhere, group 1: tiktoken's regex gives up on 1e6 blanks.
+# A longer text is cut before the last blank that follows a non-blank. No match of GPT-2's pattern spans such a place,
+# none looks back, so each side gives the tokens it gives in the whole text. Only a run without one (a symbol a million
+# times, a base64 blob) is cut anywhere, group 1: tiktoken's regex gives up on 1e6 blanks.
 CUT = re.compile(rf"(?s).{{1,{PIECE}}}\Z|.{{0,{PIECE - 1}}}\S(?=[ \n])|(.{{1,{PIECE}}})")
 
 
@@ -143,7 +143,7 @@ def encode_batch(args, dtype, eot, batch):
         pieces = list(CUT.finditer(text)) if tokenizer else []    # no special tokens: a text may mention the marker
         tokens = [tokenizer.encode_to_numpy(piece[0], disallowed_special=()) for piece in pieces]
         tokens = tokens or [np.frombuffer(utf8, np.uint8)]
-        if not text or sum(map(len, tokens)) < args.min_doc_tokens:
+        if sum(map(len, tokens)) < args.min_doc_tokens:   # which is 1 or more
             counts["short_dropped" if text else "empty_dropped"] += 1
             continue
         fraction = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "big") / 2**64
@@ -153,16 +153,13 @@ def encode_batch(args, dtype, eot, batch):
     return {split: np.concatenate(p, dtype=dtype, casting="unsafe") for split, p in parts.items() if p}, counts
 
 
-def encode_all(encode, batches, num_proc):
-    """Yield encode(batch) of each batch, in order. What is under way is bounded, and so is memory."""
-    if num_proc == 1:
-        yield from map(encode, batches)
-        return
+def map_in_processes(function, items, num_proc):
+    """Yield function(item) of each item, in order. What is under way is bounded, and so is memory."""
     with ProcessPoolExecutor(num_proc, multiprocessing.get_context("spawn"), start_worker) as pool:
         waiting = collections.deque()
-        for batch in batches:
+        for item in items:
             handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the workers inherit it: Ctrl-C is for the parent
-            waiting.append(pool.submit(encode, batch))
+            waiting.append(pool.submit(function, item))
             signal.signal(signal.SIGINT, handler)
             if len(waiting) > 3 * num_proc:
                 yield waiting.popleft().result()
@@ -263,12 +260,9 @@ def append(tokens, start, out, split, shard_tokens):
 
 def seal(path, dtype):
     """Give a shard its header and then, when all of it is on the disk, its name -> what meta.json says of it."""
-    with open(f"{path}.tmp", "r+b") as file:
+    with whole(path, "r+b") as file:                      # goes on with what append has written
         count = (os.path.getsize(file.name) - 4 * HEADER) // np.dtype(dtype).itemsize
         file.write(np.array([*FORMATS[dtype], count], "<i4"))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
     return {"file": path.name, "tokens": count, "sha256": sha256(path)}
 
 
@@ -334,7 +328,8 @@ def prepare(args):
     try:
         with tqdm(total=None if args.limit_docs else total, unit="B", unit_scale=True, disable=None) as progress:
             batches = read_batches(files, fetch, args.text_column, args.limit_docs, progress)
-            for tokens, done in encode_all(encode, batches, num_proc):
+            encoded = map(encode, batches) if num_proc == 1 else map_in_processes(encode, batches, num_proc)
+            for tokens, done in encoded:
                 counts.update(done)
                 for split in tokens:
                     written[split] = append(tokens[split], written[split], out, split, args.shard_tokens)
