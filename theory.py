@@ -14,14 +14,12 @@ import numpy as np
 import torch
 
 from checks import UsageError, check_outputs, integer, integers, picture, program, write_json
-from eval_length import held_out, label_of, layout, row_names
+from eval_length import TIMES, held_out, label_of, layout, row_names, standard_error
 from model import GPT
 
 HEAD_DIM, NEAR, LAMBDA, EPS = 64, 512, 4.0, 0.1  # coordinates; near tokens; half the logit range, nats; "mixed"
 SLOPE, WINDOW = 1 / 512, 1024                    # of part 3: nats per token of distance; tokens
 
-
-# ---------------------------------------------------------------- 1. mixing window
 
 def frequencies(head_dim):
     """w_p = 10000^(-2p/head_dim), radians, (head_dim/2,): RoPE's steps, and the half-widths of randrot's."""
@@ -30,8 +28,8 @@ def frequencies(head_dim):
 
 def plane_factor(w):
     """c = E[e^(i step)] = sin(w)/w, step ~ Uniform(-w, w) radians. Steps are independent: E[P over n steps] = c^n.
-    It is also the factor of a dense SO(d) step that turns d/2 planes of a Haar-random basis by such angles: its law
-    does not change under conjugation, so E[M] = I E[trace M] / d. tests.py simulates that, and reflections."""
+    It holds too for a dense SO(d) step that turns the d/2 planes of a Haar-random basis by such angles: its law does
+    not change under conjugation, so E[M] = I E[trace M] / d."""
     return np.sinc(np.asarray(w) / np.pi)
 
 
@@ -57,17 +55,15 @@ def simulate_phases(w, steps, routes, rng):
         yield rng.uniform(-half_width, half_width, (routes, steps)).cumsum(1)
 
 
-# ---------------------------------------------------------------- 2. score gap
-
 def hoeffding_bound(t, weights):
     """Pr(sum_b r_b cos(theta_b) >= t) <= exp(-t^2 / (2 sum r_b^2)): independent uniform phases, r_b = |q_b| |k_b|."""
     return np.exp(-np.square(t) / (2 * np.square(weights).sum()))
 
 
 def phase_bound(t, weights):
-    """The same tail with twice the exponent: E[e^(s cos theta)] = I_0(s) <= e^(s^2/4), term by term, where Hoeffding
-    knows |cos| <= 1 only and has e^(s^2/2). With equal weights 2/d it is exp(-d t^2 / 2), which also bounds <q, u> for u uniform on the sphere (Ball, "An elementary
-    introduction to modern convex geometry", 1997, lemma 2.2): mixed planes are worth a random rotation."""
+    """The same tail with twice the exponent: E[e^(s cos theta)] = I_0(s) <= e^(s^2/4), where Hoeffding knows |cos| <= 1
+    only and has e^(s^2/2). Equal weights 2/d give exp(-d t^2 / 2), which also bounds <q, u> for u uniform on the sphere
+    (Ball, "An elementary introduction to modern convex geometry", 1997, lemma 2.2): mixed planes do as a random rotation."""
     return np.exp(-np.square(t) / np.square(weights).sum())
 
 
@@ -77,8 +73,6 @@ def simulate_scores(head_dim, draws, rng):
     return {"Haar": first / np.sqrt(first ** 2 + rng.chisquare(head_dim - 1, draws)),
             "mixed planes": sum(r * np.cos(rng.uniform(-np.pi, np.pi, draws)) for _ in range(head_dim // 2))}
 
-
-# ---------------------------------------------------------------- 3. far mass
 
 def far_mass(near, far):
     """Softmax mass on the logits `far` (..., M) beside `near` (..., K), nats."""
@@ -96,9 +90,7 @@ def far_mass_bound(near, far, lam):
 def biased_far_mass(near, far, lead, slope):
     """Far mass when near keys lead by `lead` nats and a bias takes `slope` nats per token of distance. The far weights
     are a geometric series, so it converges. lead = -2 lambda is the most that contents within 2 lambda can reach."""
-    def series(first, count):
-        return np.exp(-slope * first) * -np.expm1(-slope * count) / -math.expm1(-slope)
-    return 1 / (1 + np.exp(lead) * series(0, near) / series(near, far))
+    return 1 / (1 - np.exp(lead) * np.expm1(slope * near) / np.expm1(-slope * far))
 
 
 def logn_lambda(lam, near, far):
@@ -106,8 +98,6 @@ def logn_lambda(lam, near, far):
     it falls with M only if near keys lead by 2 lambda > ln K nats at the training length, else it still tends to 1."""
     return lam * np.log(near + far) / math.log(near)
 
-
-# ---------------------------------------------------------------- 4. values
 
 def background_power(far, factor):
     """E|P_1 + ... + P_M|^2 in one plane, independent steps with real c = E[e^(i step)]: the sum of c^|j-k| over pairs,
@@ -144,27 +134,25 @@ def crossing(near, lam, norm):
     return min(M[M * norm(M) >= near * math.exp(2 * lam)], default=math.inf)
 
 
-# ---------------------------------------------------------------- parts 1 to 4: each a panel, and a table of its curves
-
 def show(title, rows):
     print(f"\n{title}\n{layout([[cell if isinstance(cell, str) else f'{cell:,}' for cell in row] for row in rows])}")
 
 
 def mixing():
-    """Each function of this section returns the labels of its panel, the x of its table, and its curves: {name: function of x}, or
-    {name: (x, y)} for what was simulated."""
+    """Like the next three, prints tables and returns the labels of its panel, the x of its last table, and its curves:
+    {name: function of x}, or {name: (x, y)} for what was simulated."""
     w, few, rng = frequencies(HEAD_DIM), 4 ** np.arange(7), np.random.default_rng(1)
+    factor = plane_factor(w)
     planes = np.stack([np.cos(phase[:, few - 1]) for phase in simulate_phases(w, few[-1], 500, rng)])
     show(f"Mixing window: steps n until E[P] falls to {EPS}, in a text of any length; and E[P] over 64 steps",
          [["plane", "w", "factor", "n", "closed form", "simulated"]] + [
-             [b, f"{w[b]:.2g}", f"{plane_factor(w[b]):.9f}", f"{mixing_window(plane_factor(w[b])):,.0f}",
-              f"{plane_factor(w[b]) ** 64:.4f}", f"{x.mean():.4f} ±{x.std(ddof=1) / math.sqrt(len(x)):.4f}"]
-             for b, x in ((b, planes[b, :, 3]) for b in (0, 4, 8, 16, 31))])
+             [b, f"{w[b]:.2g}", f"{factor[b]:.9f}", f"{mixing_window(factor[b]):,.0f}", f"{factor[b] ** 64:.4f}",
+              f"{planes[b, :, 3].mean():.4f} ±{standard_error(planes[b, :, 3]):.4f}"] for b in (0, 4, 8, 16, 31)])
     show("Planes of randrot that have mixed. The others keep a far key much as it was",
          [["head_dim", "planes", "within 512", "65,536", "1,048,576"]] + [
              [d, d // 2, *((mixing_window(plane_factor(frequencies(d))) <= n).sum() for n in (512, 2 ** 16, 2 ** 20))]
              for d in (64, 96, 128)])
-    kinds = {"RoPE": np.exp(1j * w), "randrot": plane_factor(w), "every plane w = 1": plane_factor([1.0]),
+    kinds = {"RoPE": np.exp(1j * w), "randrot": factor, "every plane w = 1": plane_factor([1.0]),
              "reflections": [reflection_factor(HEAD_DIM)]}
     return dict(title="1. Slow planes do not mix", xlabel="distance (tokens)", ylabel="expected score of q and q",
                 yscale="linear", ylim=(-0.3, 1.05)), 16 ** np.arange(6), {
@@ -229,8 +217,6 @@ def argument(path):
     print(f"picture: {path}")
 
 
-# ---------------------------------------------------------------- 5. on a checkpoint
-
 QUERIES, AT_ONCE = 64, 8  # queries measured in a window; how many of them against all keys at a time
 MEASURED = ("far_mass", "bound", "mean_bound", "logit_range", "near_norm", "far_norm", "alignment")
 
@@ -249,21 +235,20 @@ def head_statistics(attention, frame, x, queries, block_size):
         q = q * frame.query_scale
     key, found = torch.arange(x.size(1), device=x.device), []
     for i in queries[:, None].split(AT_ONCE):
+        seen, far = key <= i, key <= i - block_size                                 # (AT_ONCE, T)
         logits = (q[:, i[:, 0]] @ k.transpose(1, 2)).double() / D ** 0.5            # (H, AT_ONCE, T)
         if frame.key_bias is not None:
             c = frame.key_bias[0].to(x.device)
             logits = logits - (c[:, i] - c[:, None])
-        seen, far = key <= i, key <= i - block_size                                 # (AT_ONCE, T)
-        near_top = logits.masked_fill(~seen | far, -math.inf).amax(-1)
-        top, low = logits.masked_fill(~seen, -math.inf).amax(-1), logits.masked_fill(~seen, math.inf).amin(-1)
-        M = far.sum(-1)
-        odds = M / block_size                                                       # far keys per near key
-        lead = near_top - (logits * far).sum(-1) / M.clamp(min=1)
-        weight = logits.masked_fill(~seen, -math.inf).softmax(-1)
-        near_norm, far_norm = ((weight * part).to(v.dtype).matmul(v).norm(dim=-1).double() for part in (~far, far))
-        parallel = ((weight * far) @ v.norm(dim=-1).double()[..., None])[..., 0]
-        found.append(((weight * far).sum(-1), 1 / (1 + (top - low).exp() / odds), 1 / (1 + lead.exp() / odds),
-                      top - low, near_norm, far_norm, far_norm / parallel.clamp(min=1e-30)))
+        logits, low = logits.masked_fill(~seen, -math.inf), logits.masked_fill(~seen, math.inf).amin(-1)
+        weight, M = logits.softmax(-1), far.sum(-1)
+        near, distant = weight * ~far, weight * far
+        span = logits.amax(-1) - low
+        lead = logits.masked_fill(far, -math.inf).amax(-1) - logits.masked_fill(~far, 0).sum(-1) / M.clamp(min=1)
+        near_norm, far_norm = ((part.to(v.dtype) @ v).norm(dim=-1).double() for part in (near, distant))
+        parallel = (distant @ v.norm(dim=-1).double()[..., None])[..., 0]
+        found.append((distant.sum(-1), *(M / (M + block_size * gap.exp()) for gap in (span, lead)), span,
+                      near_norm, far_norm, far_norm / parallel.clamp(min=1e-30)))
     return {name: torch.cat(parts, -1) for name, parts in zip(MEASURED, zip(*found))}
 
 
@@ -272,14 +257,11 @@ def coherence(route, probe, distances):
     `probe` (1, H, T, D) gives shape and device. x is (1, 0) in every plane, so for rotations this is the plane's
     |mean e^(i(phase_i - phase_j))|; only they keep planes apart, other routes count as one. A text of T tokens has
     T / window independent routes: below sqrt(window / T) is noise."""
-    rotates, T, D = hasattr(route, "cos"), *probe.shape[2:]
-    x = torch.cat((torch.ones_like(probe[..., :D // 2]), torch.zeros_like(probe[..., D // 2:])), dim=-1)
-    entered, rows = route.enter(x), []
-    for n in distances:
-        moved = route.leave(torch.cat((x[:, :, :n], entered[:, :, :T - n]), dim=2))[0, :, n:].double().mean(1)
-        planes = torch.hypot(*moved.chunk(2, dim=-1))                               # (H, D/2)
-        rows.append(planes if rotates else planes.norm(dim=-1, keepdim=True) / (D // 2) ** 0.5)
-    return torch.stack(rows, 1)
+    half = probe.size(-1) // 2
+    entered = route.enter(torch.cat((torch.ones_like(probe[..., :half]), torch.zeros_like(probe[..., half:])), dim=-1))
+    moved = [route.leave(entered.roll(n, 2))[0, :, n:].double().mean(1) for n in distances]     # (H, D) each
+    planes = torch.hypot(*torch.stack(moved, 1).chunk(2, dim=-1))                               # (H, distances, D/2)
+    return planes if hasattr(route, "cos") else planes.square().mean(-1, keepdim=True).sqrt()
 
 
 def turns(route):
@@ -317,13 +299,12 @@ def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
 def measure(path, args):
     """Everything the report says of one checkpoint, as a dict that JSON can hold."""
     model = GPT.from_checkpoint(path, "cuda" if torch.cuda.is_available() else "cpu")  # MPS has no float64
-    config, trained = model.config, model.checkpoint
+    config, trained, block_size, rows = model.config, model.checkpoint, model.config.block_size, []
     if config.pos.split("+")[0] == "path":
         raise UsageError(f"ckpt={path}: pos={config.pos} has no common frame; measure one with orthogonal steps")
     shards = held_out(args.data, trained, path)
-    block_size, rows = config.block_size, []
-    lengths = args.lengths or [n for n in (block_size * 2 ** k for k in range(8)) if n <= len(shards)] or [block_size]
-    lengths, longest = sorted(set(lengths)), max(lengths)
+    fitting = [block_size * k for k in TIMES if block_size * k <= len(shards)]
+    *_, longest = lengths = sorted({*(args.lengths or fitting or [block_size])})
     if not 2 <= longest <= len(shards):
         raise UsageError(f"lengths={longest}: give 2 to {len(shards)}, the tokens of the val split")
     distances = [2 ** k for k in range(longest.bit_length() - 1)]
@@ -333,13 +314,13 @@ def measure(path, args):
                           distances if length == longest else ()) for n, end in ends]
         rows.append({"length": length} | {name: rounded(torch.cat([found[name] for found, *_ in looks], -1).mean(-1))
                                           for name in MEASURED})                    # (n_layer, H), means over queries
-    route, steps = torch.stack([route for _, route, _ in looks]).mean(0), None
-    if looks[-1][2]:                                                                # of the last text, at the longest length
-        speed, off = (torch.stack(part) for part in zip(*looks[-1][2]))             # (n_layer, H, planes), (..., T - 1)
+    route, turned, steps = torch.stack([route for _, route, _ in looks]).mean(0), looks[-1][2], None
+    if turned:                                                                      # of the last text, at the longest length
+        speed, off = (torch.stack(part) for part in zip(*turned))                   # (n_layer, H, planes), (..., T - 1)
         ids = torch.from_numpy(shards.read(len(shards) - longest, longest))[1:]
         common = ids.bincount().topk(min(24, len(ids.unique()))).indices.tolist()
         steps = {"speed": rounded(speed), "turn": {str(i): rounded(off[..., ids == i].mean()) for i in common}}
-    return {"label": label_of(config, args), "checkpoint": path, "seed": config.seed, "step": trained["step"],
+    return {"label": label_of(config), "checkpoint": path, "seed": config.seed, "step": trained["step"],
             "block_size": block_size, "data": shards.meta["source"], "texts": args.texts, "lengths": rows,
             "distances": distances, "coherence": rounded(route), "window": window(distances, route.mean((0, 1, 3)).tolist()),
             "steps": steps, "bytes": shards.meta["tokenizer"] == "bytes"}
@@ -360,11 +341,10 @@ def report(results):
     names = row_names(results)
     for name, r in zip(names, results):
         route, last = np.array(r["coherence"]), r["lengths"][-1]                    # (n_layer, H, distances, planes)
-        inside = [n <= r["block_size"] for n in r["distances"]]
+        mixed = (route[:, :, np.array(r["distances"]) <= r["block_size"]].min(2) <= EPS).sum(-1)
         rows = [["mean of heads", *MEASURED, "planes mixed"]] + [
-            [f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]]
-        rows += [[f"layer {layer} head {head}", *(f"{last[key][layer][head]:.3g}" for key in MEASURED),
-                  (route[layer, head, inside].min(0) <= EPS).sum()] for layer, head in np.ndindex(route.shape[:2])]
+            [f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]] + [
+            [f"layer {i} head {h}", *(f"{last[key][i][h]:.3g}" for key in MEASURED), n] for (i, h), n in np.ndenumerate(mixed)]
         show(f"{name} ({r['checkpoint']}): mean of heads at each length; then each head at the last, with its planes\n"
              f"that mix within {r['block_size']} tokens, of {route.shape[-1]}", rows)
         planes = np.unique(np.linspace(0, route.shape[-1] - 1, 9).astype(int))
@@ -378,21 +358,16 @@ def report(results):
                  [["plane", *map(str, planes)], ["step", *(f"{x:.2g}" for x in speed[planes])],
                   ["RoPE", *(f"{x:.2g}" for x in frequencies(2 * len(speed))[planes])]])
             print("the commonest tokens, by how far they turn off it, rms radians: " + ", ".join(
-                f"{chr(int(i))!r} {x:.2f}" if r["bytes"] else f"{i} {x:.2f}"
-                for i, x in sorted(turn.items(), key=lambda item: -item[1])))
-    rows = [["length", *names]]
-    for length in sorted({x["length"] for r in results for x in r["lengths"]}):
-        found = [[np.mean(x[key]) for x in r["lengths"] if x["length"] == length for key in MEASURED[:3]]
-                 for r in results]
-        rows.append([length, *(" / ".join(f"{value:.3f}" for value in cell) for cell in found)])
-    show("Far mass: softmax mass at least a training length back / its bound / its bound by the mean far logit", rows)
+                f"{chr(int(i)) if r['bytes'] else int(i)!r} {x:.2f}" for i, x in sorted(turn.items(), key=lambda item: -item[1])))
+    found = [{x["length"]: " / ".join(f"{np.mean(x[key]):.3f}" for key in MEASURED[:3]) for x in r["lengths"]} for r in results]
+    show("Far mass: softmax mass at least a training length back / its bound / its bound by the mean far logit",
+         [["length", *names]] + [[n, *(at.get(n, "") for at in found)] for n in sorted(set().union(*found))])
 
 
 @program
 def main(argv=None):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(ntk=False, window=None, logn=False)  # what eval_length's labels also look at
     parser.add_argument("--plot", default="theory.png", help="picture of parts 1 to 4 (theory.png; needs matplotlib)")
     parser.add_argument("--ckpt", nargs="+", action="extend", default=[], help="measure these instead: part 5")
     parser.add_argument("more", nargs="*", metavar="CKPT", help="more checkpoints, after --ckpt=CKPT")
