@@ -23,14 +23,13 @@ from positional import ConstantRotation
 from prepare_data import TokenShards
 from train import FREE_ON_RESUME
 
-FORWARD_TOKENS = 16_384          # short windows are scored so many tokens at a time
+FORWARD_TOKENS = 16_384             # short windows are scored so many tokens at a time
 TIMES = [2 ** k for k in range(8)]  # what is not asked for is tried at the training length times these
 
 
 def apply_tricks(model, length, ntk=False, window=None, logn=False):
     """Set a trained model up for windows of `length` tokens, with what a user would try at evaluation time.
-
-    ntk: RoPE's base times (length / block_size)^(d / (d - 2)), dynamic NTK scaling, so that the slowest plane turns over
+    ntk: RoPE's base times (length / block_size)^(d / (d - 2)), dynamic NTK scaling: the slowest plane turns over all of
     `length` as far as it did over block_size. window: a query sees itself and the window - 1 keys before it. logn:
     queries with more than block_size keys have their logits scaled by ln(keys) / ln(block_size) (arXiv 2501.19399)."""
     block_size, d = model.config.block_size, model.config.head_dim
@@ -42,18 +41,18 @@ def apply_tricks(model, length, ntk=False, window=None, logn=False):
 
 
 def check_tricks(model, path, args):
-    config, steps = model.config, model.blocks[0].attention.position.steps
-    for trick, unfit, why in (
-            ("ntk", type(steps) is not ConstantRotation, f"rescales RoPE's frequencies, and {path} has pos={config.pos}"),
+    config, rope = model.config, type(model.blocks[0].attention.position.steps) is ConstantRotation
+    for trick, wrong, why in (
+            ("ntk", not rope, f"rescales RoPE's frequencies, and {path} has pos={config.pos}"),
             ("ntk", config.head_dim <= 2, f"needs heads wider than 2, and {path} has {config.head_dim}"),
             ("logn", "logn" in config.pos.split("+"), f"{path} was trained with +logn already"),
             ("logn", config.block_size < 2, f"{path} has block_size=1, and ln 1 = 0")):
-        if getattr(args, trick) and unfit:
+        if getattr(args, trick) and wrong:
             raise UsageError(f"{trick}: {why}; leave --{trick} out")
 
 
 def token_losses(model, rows, sequence, device, autocast):
-    """Loss in nats of every target of rows (B, L + 1) int64: (B, L) float64 on the CPU; what is not finite becomes inf."""
+    """Loss in nats of every target of rows (B, L + 1) int64: (B, L) float64 on the CPU; inf where it is not finite."""
     rows = torch.from_numpy(rows).to(device)
     with torch.inference_mode(), autocast():
         losses = model(rows[:, :-1], rows[:, 1:], torch.as_tensor(sequence, device=device), reduction="none")[1]
@@ -79,17 +78,14 @@ def perplexity(losses):
 def standard_error(values, least=2):
     """Of the mean of independent values; None for fewer than `least`, or where one is not finite."""
     values = np.asarray(values, float)
-    if len(values) < least or not np.isfinite(values).all():
-        return None
-    return values.std(ddof=1).item() / math.sqrt(len(values))
+    if len(values) >= least and np.isfinite(values).all():
+        return values.std(ddof=1).item() / math.sqrt(len(values))
 
 
 def summarize(losses, lengths, block_size):
-    """The rows of the report from losses {length: (N,) float64}: perplexities and ratios of all targets and of
-    late ones, the same tokens at every length.
-
-    The error of a ratio comes from differences that are paired token by token. Neighbours are not independent, so one
-    observation is the tokens of one longest window; under 8 of them it is None."""
+    """Rows of the report from losses {length: (N,) float64}: perplexities and ratios, of all targets and of late ones.
+    The error of a ratio is of differences paired token by token. Neighbours are not independent, so one observation is
+    all tokens of a longest window; with under 8 of these it is None."""
     base, longest, rows = losses[block_size], max(lengths), []
     late = np.arange(len(base)) % block_size >= block_size // 2
     for length in lengths:
@@ -107,8 +103,8 @@ def summarize(losses, lengths, block_size):
 
 
 def loss_by_position(losses, length):
-    """Mean loss at positions 0 ... length - 1 of windows of `length`, all windows together, in bins of a quarter octave,
-    or more where that holds under 64 targets (one bin if all do): first positions, losses."""
+    """Mean loss at positions 0 ... length - 1 of windows of `length`, all windows together, in bins of a quarter
+    octave or as much more as 64 targets take (one bin if there are fewer): first positions, losses."""
     by_position, windows, first = losses.reshape(-1, length).mean(0), len(losses) // length, [0]
     for edge in np.geomspace(1, length, 4 * max(1, int(math.log2(length))) + 1).round().astype(int).tolist():
         if (edge - first[-1]) * windows >= 64:
@@ -119,11 +115,9 @@ def loss_by_position(losses, length):
 
 
 def recall_probe(model, shards, gaps, passages, device, autocast, bar, setup):
-    """Does the model use text it saw long ago? A passage of block_size / 2 tokens, a gap of other text, the passage again.
-
+    """Does the model use text it saw long ago? A passage of block_size / 2 tokens, other text, the passage again.
     Returns one row a gap (in tokens): mean loss on the second copy, on the same tokens at the same place when the first
-    copy was another passage (what there is to gain), and the standard error of the gain over passages. A window shorter
-    than the gap cannot gain."""
+    copy was another passage, the gain, its standard error over passages. A window shorter than the gap cannot gain."""
     half, rows = max(1, model.config.block_size // 2), []
     for gap in gaps:
         setup(2 * half + gap)
@@ -142,7 +136,7 @@ def recall_probe(model, shards, gaps, passages, device, autocast, bar, setup):
 
 
 def held_out(data, checkpoint, path):
-    """The val split of `data`, or of what the checkpoint was trained on; UsageError if its tokens are of another kind."""
+    """The val split of `data`, or of what the checkpoint was trained on. UsageError for tokens of another kind."""
     data = data or checkpoint["train"]["data"]
     shards = TokenShards(data, "val")
     for name in ("tokenizer", "vocab_size"):
@@ -153,7 +147,7 @@ def held_out(data, checkpoint, path):
 
 
 def plan(shards, block_size, lengths, n_tokens):
-    """The lengths to score (always with block_size) and the number of targets, a multiple of each. UsageError by name."""
+    """The lengths to score (block_size among them) and the number of targets, a multiple of each. Or UsageError."""
     available = len(shards) - 1
     lengths = sorted({block_size, *(lengths or [n for n in (block_size * k for k in TIMES) if n <= available])})
     for length in lengths:
@@ -183,23 +177,23 @@ def evaluate(path, args):
         raise UsageError(f"gaps={max(args.gaps)}: needs --recall=PASSAGES, and the val split has room for {most}")
     gaps = args.gaps or [n for n in (0, *(config.block_size * k // 2 for k in TIMES)) if n <= most and args.recall]
     work = n_tokens * len(lengths) + args.recall * sum(2 * (gap + config.block_size) for gap in gaps)
-    started, losses, seconds = time.perf_counter(), {}, {}
+    losses, clock = {}, [time.perf_counter()]
     with tqdm(total=work, unit="token", unit_scale=True, disable=None, leave=False, desc=label) as bar:
         for length in lengths:
-            began = time.perf_counter()
             setup(length)
             losses[length] = score_length(model, shards, length, n_tokens, device, autocast, bar)
-            seconds[length] = time.perf_counter() - began
+            clock.append(time.perf_counter())
         recall = recall_probe(model, shards, gaps, args.recall, device, autocast, bar, setup)
-    rows = [row | {"seconds": seconds[row["length"]]} for row in summarize(losses, lengths, config.block_size)]
+    rows = summarize(losses, lengths, config.block_size)
     return {
-        "label": label, "checkpoint": path, "pos": config.pos, "angles": config.angles, "value_route": config.value_route,
-        "seed": config.seed, "block_size": config.block_size, "step": checkpoint["step"],
-        "parameters": sum(p.numel() for p in model.parameters()), "train": checkpoint["train"],
-        "protocol": protocol(n_tokens, lengths, config.block_size), "data": shards.meta["source"],
-        "val_sha256": [shard["sha256"] for shard in shards.meta["shards"]["val"]],
+        "label": label, "checkpoint": path, "pos": config.pos, "angles": config.angles,
+        "value_route": config.value_route, "seed": config.seed, "block_size": config.block_size,
+        "step": checkpoint["step"], "parameters": sum(p.numel() for p in model.parameters()),
+        "train": checkpoint["train"], "protocol": protocol(n_tokens, lengths, config.block_size),
+        "data": shards.meta["source"], "val_sha256": [shard["sha256"] for shard in shards.meta["shards"]["val"]],
         **tricks, "dtype": "bfloat16" if autocast.keywords["enabled"] else "float32", "device": device.type,
-        "targets": n_tokens, "seconds": time.perf_counter() - started, "lengths": rows,
+        "targets": n_tokens, "seconds": time.perf_counter() - clock[0],
+        "lengths": [row | {"seconds": seconds} for row, seconds in zip(rows, np.diff(clock).tolist())],
         "by_position": loss_by_position(losses[max(lengths)], max(lengths)), "recall": recall}
 
 
@@ -213,11 +207,11 @@ def protocol(n_tokens, lengths, block_size):
     return (f"The first {n_tokens:,} targets of the val split, the same at every length, cut into windows of "
             f"{', '.join(map(str, lengths))} inputs without overlap. ratio = perplexity / perplexity at the training "
             f"length of {block_size}; below 1: the longer context helps. perplexity = exp(total loss / targets). late: "
-            f"targets in the second half of every block of {block_size}. ratio_error: standard error of the paired loss "
-            f"difference, one observation per window of {max(lengths)}, times the ratio; null under 8 of them. Any other "
-            f"null: not finite. Long windows span many documents. by_position: mean loss from each first_position to "
-            f"the next in windows of {max(lengths)}. recall: loss on a passage of {block_size // 2} tokens repeated "
-            f"after `gap` others; control_loss without the first copy.")
+            f"targets in the second half of every block of {block_size}. ratio_error: standard error of the paired "
+            f"loss difference, one observation per window of {max(lengths)}, times the ratio; null under 8 of them. "
+            "Any other null: not finite. Long windows span many documents. by_position: mean loss from each "
+            f"first_position to the next in windows of {max(lengths)}. recall: loss on a passage of {block_size // 2} "
+            "tokens repeated after `gap` others; control_loss without the first copy.")
 
 
 def average(results):
@@ -227,9 +221,8 @@ def average(results):
     for r in results:
         same = r["train"] | dict.fromkeys({*FREE_ON_RESUME, "seed"}) | {"init_from": bool(r["train"]["init_from"])}
         rows = [[row.get("length"), row.get("gap"), sorted(row)] for row in (*r["lengths"], *r["recall"])]
-        text = r.get("val_sha256"), r["data"], r.get("dtype")
-        bins = r["by_position"]["first_position"]
-        key = json.dumps([r["label"], text, r["step"], r["targets"], rows, bins, same], sort_keys=True)
+        key = json.dumps([r["label"], r["step"], r["targets"], r["data"], r.get("val_sha256"), r.get("dtype"), same,
+                          rows, r["by_position"]["first_position"]], sort_keys=True)
         if r["seed"] in [other["seed"] for other in groups.setdefault(key, [])]:
             raise UsageError(f"average: {r['label']} with seed {r['seed']} is given twice ({r['checkpoint']})")
         groups[key].append(r)
@@ -241,11 +234,9 @@ def average(results):
 
 
 def average_rows(rows):
-    row = {}
-    for name in [name for name in rows[0] if not name.endswith("_error")]:
-        values = [row[name] for row in rows]
-        row[name], row[f"{name}_error"] = float(np.mean(values)), standard_error(values)
-    return row
+    found = {name: [row[name] for row in rows] for name in rows[0] if not name.endswith("_error")}
+    errors = {f"{name}_error": standard_error(values) for name, values in found.items()}
+    return {name: float(np.mean(values)) for name, values in found.items()} | errors
 
 
 def row_names(results):
@@ -298,8 +289,8 @@ def layout(lines):
 
 
 def plot(results, path):
-    """Ratio against length, loss against position, and recall where it was probed; the training length is marked. Models
-    trained at several lengths are drawn against multiples of these."""
+    """Ratio against length, loss against position, and recall where it was probed; the training length is marked.
+    Models trained at several lengths are drawn against multiples of these."""
     recall, trained = any(r["recall"] for r in results), {r["block_size"] for r in results}
     with picture(path, 1, 2 + recall, figsize=(6 * (2 + recall), 4.5)) as axes:
         for name, r in zip(row_names(results), results):
@@ -339,8 +330,8 @@ RESULTS = [{"label": str, "checkpoint": str, "data": str, "seed": count, "step":
             "targets": count, "block_size": lambda value: count(value) and value > 0, "train": {"init_from": str},
             "by_position": {"length": count, "first_position": [count], "loss": [real]},
             "recall": [row_of("gap", "gain", "gain_error")],
-            "lengths": [row_of("length", "ratio", "ratio_error", "perplexity", "targets", "late_ratio", "late_perplexity",
-                               "late_targets")]}]
+            "lengths": [row_of("length", "ratio", "ratio_error", "perplexity", "targets",
+                               "late_ratio", "late_perplexity", "late_targets")]}]
 
 
 def read_results(path):
