@@ -185,16 +185,15 @@ def evaluate(path, args):
             clock.append(time.perf_counter())
         recall = recall_probe(model, shards, gaps, args.recall, device, autocast, bar, setup)
     rows = summarize(losses, lengths, config.block_size)
-    return {
-        "label": label, "checkpoint": path, "pos": config.pos, "angles": config.angles,
-        "value_route": config.value_route, "seed": config.seed, "block_size": config.block_size,
-        "step": checkpoint["step"], "parameters": sum(p.numel() for p in model.parameters()),
-        "train": checkpoint["train"], "protocol": protocol(n_tokens, lengths, config.block_size),
-        "data": shards.meta["source"], "val_sha256": [shard["sha256"] for shard in shards.meta["shards"]["val"]],
-        **tricks, "dtype": "bfloat16" if autocast.keywords["enabled"] else "float32", "device": device.type,
-        "targets": n_tokens, "seconds": time.perf_counter() - clock[0],
-        "lengths": [row | {"seconds": seconds} for row, seconds in zip(rows, np.diff(clock).tolist())],
-        "by_position": loss_by_position(losses[max(lengths)], max(lengths)), "recall": recall}
+    return {"label": label, "checkpoint": path, "pos": config.pos, "angles": config.angles,
+            "value_route": config.value_route, "seed": config.seed, "block_size": config.block_size,
+            "step": checkpoint["step"], "parameters": sum(p.numel() for p in model.parameters()),
+            "train": checkpoint["train"], "protocol": protocol(n_tokens, lengths, config.block_size),
+            "data": shards.meta["source"], "val_sha256": [shard["sha256"] for shard in shards.meta["shards"]["val"]],
+            **tricks, "dtype": "bfloat16" if autocast.keywords["enabled"] else "float32", "device": device.type,
+            "targets": n_tokens, "seconds": time.perf_counter() - clock[0],
+            "lengths": [row | {"seconds": seconds} for row, seconds in zip(rows, np.diff(clock).tolist())],
+            "by_position": loss_by_position(losses[max(lengths)], max(lengths)), "recall": recall}
 
 
 def label_of(config, ntk=False, window=None, logn=False):
@@ -251,7 +250,6 @@ def row_names(results):
 def table(results, kind=""):
     """One row a result: ratios of all ("") or of late ("late_") targets at each multiple of the training length, then
     perplexity at the shortest and longest that all have, targets, parameters."""
-    ratio, level = f"{kind}ratio", f"{kind}perplexity"
     rows = [{row["length"] / r["block_size"]: row for row in r["lengths"]} for r in results]
     columns = sorted(set().union(*rows))
     common = max(set(columns).intersection(*rows))
@@ -259,9 +257,9 @@ def table(results, kind=""):
     lines = [[f"1x = {trained.pop():,} tokens" if len(trained) == 1 else "", *(f"{x:.4g}x" for x in columns),
               "perplexity at 1x", f"at {common:.4g}x", "targets", "parameters", "runs"]]
     for name, r, at in zip(row_names(results), results, rows):
-        lines.append([name, *(with_error(at.get(x), ratio) for x in columns), with_error(at[1], level),
-                      with_error(at[common], level), f"{at[1][f'{kind}targets']:,.0f}", f"{r['parameters']:,}",
-                      str(r.get("runs", 1))])
+        lines.append([name, *(with_error(at.get(x), f"{kind}ratio") for x in columns),
+                      *(with_error(at[x], f"{kind}perplexity") for x in (1, common)),
+                      f"{at[1][f'{kind}targets']:,.0f}", f"{r['parameters']:,}", str(r.get("runs", 1))])
     return layout(lines)
 
 
