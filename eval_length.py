@@ -11,6 +11,7 @@ targets in the second half of every training-length block: they had at least hal
 Long windows span many documents.
 """
 import argparse, json, math, sys, time
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,65 +23,50 @@ from positional import ConstantRotation
 from prepare_data import TokenShards
 from train import FREE_ON_RESUME
 
-FORWARD_TOKENS = 16_384  # short windows are scored so many tokens at a time
+FORWARD_TOKENS = 16_384             # short windows are scored so many tokens at a time
+TIMES = [2 ** k for k in range(8)]  # what is not asked for is tried at the training length times these
 
-
-# ---------------------------------------------------------------- what a user would try at evaluation time
 
 def apply_tricks(model, length, ntk=False, window=None, logn=False):
-    """Set a trained model up for windows of `length` tokens.
-
-    ntk: RoPE's base times (length / block_size)^(d / (d - 2)), dynamic NTK scaling, so that the slowest plane turns over
+    """Set a trained model up for windows of `length` tokens, with what a user would try at evaluation time.
+    ntk: RoPE's base times (length / block_size)^(d / (d - 2)), dynamic NTK scaling: the slowest plane turns over all of
     `length` as far as it did over block_size. window: a query sees itself and the window - 1 keys before it. logn:
     queries with more than block_size keys have their logits scaled by ln(keys) / ln(block_size) (arXiv 2501.19399)."""
-    config = model.config
-    for block in model.blocks:
-        position = block.attention.position
-        block.attention.window = window
-        position.logn_from = config.block_size if logn else None
+    block_size, d = model.config.block_size, model.config.head_dim
+    for attention in (block.attention for block in model.blocks):
+        attention.window = window
+        attention.position.logn_from = block_size if logn else None
         if ntk:
-            stretch = max(1.0, length / config.block_size)
-            position.steps.base = ConstantRotation.base * stretch ** (config.head_dim / (config.head_dim - 2))
+            attention.position.steps.base = ConstantRotation.base * max(1.0, length / block_size) ** (d / (d - 2))
 
 
 def check_tricks(model, path, args):
-    config, steps = model.config, model.blocks[0].attention.position.steps
-    if args.ntk and type(steps) is not ConstantRotation:
-        raise UsageError(f"ntk: rescales RoPE's frequencies, and {path} has pos={config.pos}; leave --ntk out")
-    if args.ntk and config.head_dim <= 2:
-        raise UsageError(f"ntk: needs heads wider than 2, and {path} has {config.head_dim}; leave --ntk out")
-    if args.logn and "logn" in config.pos.split("+"):
-        raise UsageError(f"logn: {path} was trained with +logn already; leave --logn out")
-    if args.logn and config.block_size < 2:
-        raise UsageError(f"logn: {path} has block_size=1, and ln 1 = 0; leave --logn out")
+    config, rope = model.config, type(model.blocks[0].attention.position.steps) is ConstantRotation
+    for trick, wrong, why in (
+            ("ntk", not rope, f"rescales RoPE's frequencies, and {path} has pos={config.pos}"),
+            ("ntk", config.head_dim <= 2, f"needs heads wider than 2, and {path} has {config.head_dim}"),
+            ("logn", "logn" in config.pos.split("+"), f"{path} was trained with +logn already"),
+            ("logn", config.block_size < 2, f"{path} has block_size=1, and ln 1 = 0")):
+        if getattr(args, trick) and wrong:
+            raise UsageError(f"{trick}: {why}; leave --{trick} out")
 
-
-# ---------------------------------------------------------------- scoring
 
 def token_losses(model, rows, sequence, device, autocast):
-    """Loss in nats of every target of rows (B, L + 1) int64: (B, L) float64 on the CPU; what is not finite becomes inf."""
+    """Loss in nats of every target of rows (B, L + 1) int64: (B, L) float64 on the CPU; inf where it is not finite."""
     rows = torch.from_numpy(rows).to(device)
     with torch.inference_mode(), autocast():
         losses = model(rows[:, :-1], rows[:, 1:], torch.as_tensor(sequence, device=device), reduction="none")[1]
-    losses = losses.float().cpu().double().numpy()
-    return np.where(np.isfinite(losses), losses, np.inf)
+    return losses.float().cpu().double().nan_to_num(math.inf, math.inf, math.inf).numpy()
 
 
 def score_length(model, shards, length, n_tokens, device, autocast, bar):
     """Loss of the targets 1 ... n_tokens of the split, in windows of `length` inputs: (n_tokens,) float64, in order."""
-    n_windows, per_pass = n_tokens // length, max(1, FORWARD_TOKENS // length)
-    losses = np.empty(n_tokens)
-    for first in range(0, n_windows, per_pass):
-        chosen = range(first, min(first + per_pass, n_windows))
-        rows = np.stack([shards.read(w * length, length + 1) for w in chosen])
-        losses[first * length:chosen.stop * length] = token_losses(model, rows, chosen, device, autocast).ravel()
-        bar.update(rows[:, 1:].size)
-    return losses
-
-
-def late_targets(n_tokens, block_size):
-    """(n_tokens,) bool: targets in the second half of their block of block_size. The same tokens at every length."""
-    return np.arange(n_tokens) % block_size >= block_size // 2
+    losses = []
+    for windows in torch.arange(n_tokens // length).split(max(1, FORWARD_TOKENS // length)):
+        rows = np.stack([shards.read(w * length, length + 1) for w in windows.tolist()])
+        losses.append(token_losses(model, rows, windows, device, autocast))
+        bar.update(losses[-1].size)
+    return np.concatenate(losses, axis=None)
 
 
 def perplexity(losses):
@@ -89,34 +75,26 @@ def perplexity(losses):
     return math.exp(mean) if mean < 700 else math.inf
 
 
-def paired_error(losses, base, cluster, keep):
-    """Standard error of the mean of losses - base over the targets in `keep`, or None under 8 clusters.
-
-    Differences are paired token by token, and neighbours are not independent: one observation is a cluster, the tokens
-    of one longest window."""
-    difference = np.where(keep, losses - base, 0).reshape(-1, cluster).sum(1) / keep.reshape(-1, cluster).sum(1)
-    return standard_error(difference) if len(difference) >= 8 else None
-
-
-def standard_error(values):
-    """Of the mean of independent values; None for fewer than two, or where one is not finite."""
+def standard_error(values, least=2):
+    """Of the mean of independent values; None for fewer than `least`, or where one is not finite."""
     values = np.asarray(values, float)
-    if len(values) < 2 or not np.isfinite(values).all():
-        return None
-    return values.std(ddof=1).item() / math.sqrt(len(values))
+    if len(values) >= least and np.isfinite(values).all():
+        return values.std(ddof=1).item() / math.sqrt(len(values))
 
 
 def summarize(losses, lengths, block_size):
-    """The rows of the report from losses {length: (N,) float64}: perplexities and ratios, all and late targets."""
-    base, cluster = losses[block_size], max(lengths)
-    kinds = {"": np.ones(len(base), bool), "late_": late_targets(len(base), block_size)}
-    rows = []
+    """Rows of the report from losses {length: (N,) float64}: perplexities and ratios, of all targets and of late ones.
+    The error of a ratio is of differences paired token by token. Neighbours are not independent, so one observation is
+    all tokens of a longest window; with under 8 of these it is None."""
+    base, longest, rows = losses[block_size], max(lengths), []
+    late = np.arange(len(base)) % block_size >= block_size // 2
     for length in lengths:
         row = {"length": length, "windows": len(base) // length}
-        for kind, keep in kinds.items():
+        for kind, keep in (("", np.ones_like(late)), ("late_", late)):
             here, there = perplexity(losses[length][keep]), perplexity(base[keep])
             ratio = here / there if math.isfinite(there) else math.inf
-            error = paired_error(losses[length], base, cluster, keep)
+            paired = np.where(keep, losses[length] - base, 0)
+            error = standard_error(paired.reshape(-1, longest).sum(1) / keep.reshape(-1, longest).sum(1), least=8)
             row |= {f"{kind}targets": int(keep.sum()), f"{kind}loss": float(losses[length][keep].mean()),
                     f"{kind}perplexity": here, f"{kind}ratio": ratio,
                     f"{kind}ratio_error": None if error is None else ratio * error}  # d exp(x) = exp(x) dx
@@ -124,50 +102,41 @@ def summarize(losses, lengths, block_size):
     return rows
 
 
-def loss_by_position(losses, length, per_octave=4, least=64):
-    """Mean loss at positions 0 ... length - 1 of windows of `length`, in log-spaced bins of at least `least` targets
-    (all windows together; one bin if there are fewer): first positions, losses."""
-    by_position, windows, edges = losses.reshape(-1, length).mean(0), len(losses) // length, [0]
-    for edge in np.geomspace(1, length, per_octave * max(1, int(math.log2(length))) + 1).round().astype(int).tolist():
-        if (edge - edges[-1]) * windows >= least:
-            edges.append(edge)
-    edges = [*edges[:-1], length] if len(edges) > 1 else [0, length]
-    return {"length": length, "first_position": edges[:-1],
-            "loss": [float(by_position[a:b].mean()) for a, b in zip(edges[:-1], edges[1:])]}
+def loss_by_position(losses, length):
+    """Mean loss at positions 0 ... length - 1 of windows of `length`, all windows together, in bins of a quarter
+    octave or as much more as 64 targets take (one bin if there are fewer): first positions, losses."""
+    by_position, windows, first = losses.reshape(-1, length).mean(0), len(losses) // length, [0]
+    for edge in np.geomspace(1, length, 4 * max(1, int(math.log2(length))) + 1).round().astype(int).tolist():
+        if (edge - first[-1]) * windows >= 64:
+            first.append(edge)
+    first = first[:-1] or first  # the last edge is the end, or leaves too few behind it
+    return {"length": length, "first_position": first,
+            "loss": [float(part.mean()) for part in np.split(by_position, first[1:])]}
 
 
 def recall_probe(model, shards, gaps, passages, device, autocast, bar, setup):
-    """Does the model use text it saw long ago? A passage of block_size / 2 tokens, a gap of other text, the passage again.
-
+    """Does the model use text it saw long ago? A passage of block_size / 2 tokens, other text, the passage again.
     Returns one row a gap (in tokens): mean loss on the second copy, on the same tokens at the same place when the first
-    copy was another passage (what there is to gain), and the standard error of the gain over passages. A window shorter
-    than the gap cannot gain."""
-    half = max(1, model.config.block_size // 2)
-    rows = []
+    copy was another passage, the gain, its standard error over passages. A window shorter than the gap cannot gain."""
+    half, rows = max(1, model.config.block_size // 2), []
     for gap in gaps:
         setup(2 * half + gap)
-        gains, second, control = [], [], []
-        for p in range(passages):
-            # spread over the split: the passage, the gap's text behind it, and another passage before it
-            start = (len(shards) - gap - 2 * half - 1) * p // passages
-            other, passage = shards.read(start, half), shards.read(start + half, half)
-            filler = shards.read(start + 2 * half, gap)
+        found = []
+        for p in range(passages):  # spread over the split
+            text = shards.read((len(shards) - gap - 2 * half - 1) * p // passages, 2 * half + gap)
+            other, passage, filler = np.split(text, [half, 2 * half])
             pair = np.stack([np.concatenate((first, filler, passage)) for first in (passage, other)])
             # the copy's first token cannot be foreseen
-            losses = token_losses(model, pair, [p, p], device, autocast)[:, -max(1, half - 1):]
-            second.append(losses[0].mean())
-            control.append(losses[1].mean())
-            gains.append(control[-1] - second[-1])
+            found.append(token_losses(model, pair, [p, p], device, autocast)[:, -max(1, half - 1):].mean(1))
             bar.update(pair.size)
-        rows.append({"gap": gap, "loss": float(np.mean(second)), "control_loss": float(np.mean(control)),
-                     "gain": float(np.mean(gains)), "gain_error": standard_error(gains)})
+        second, control = np.transpose(found)
+        rows.append({"gap": gap, "loss": second.mean().item(), "control_loss": control.mean().item(),
+                     "gain": (control - second).mean().item(), "gain_error": standard_error(control - second)})
     return rows
 
 
-# ---------------------------------------------------------------- one checkpoint
-
 def held_out(data, checkpoint, path):
-    """The val split of `data`, or of what the checkpoint was trained on; UsageError if its tokens are of another kind."""
+    """The val split of `data`, or of what the checkpoint was trained on. UsageError for tokens of another kind."""
     data = data or checkpoint["train"]["data"]
     shards = TokenShards(data, "val")
     for name in ("tokenizer", "vocab_size"):
@@ -178,17 +147,14 @@ def held_out(data, checkpoint, path):
 
 
 def plan(shards, block_size, lengths, n_tokens):
-    """The lengths to score (always with block_size) and the number of targets, a multiple of each. UsageError by name."""
+    """The lengths to score (block_size among them) and the number of targets, a multiple of each. Or UsageError."""
     available = len(shards) - 1
-    if not lengths:  # by default, those that the text allows
-        lengths = [length for length in (block_size * 2 ** k for k in range(8)) if length <= available]
-    lengths = sorted({*lengths, block_size})
+    lengths = sorted({block_size, *(lengths or [n for n in (block_size * k for k in TIMES) if n <= available])})
     for length in lengths:
         if length > available:
             raise UsageError(f"lengths={length}: the val split has only {available} targets; use --lengths=... up to "
                              "that, or prepare more text (prepare_data.py --val_fraction)")
-    multiple = math.lcm(*lengths)
-    wanted = min(available, n_tokens or 8 * max(lengths))
+    multiple, wanted = math.lcm(*lengths), min(available, n_tokens or 8 * max(lengths))
     if multiple > wanted:
         raise UsageError(f"tokens={wanted}: the lengths {', '.join(map(str, lengths))} all divide only multiples of "
                          f"{multiple}; use lengths that divide the longest, and --tokens from {multiple}"
@@ -199,93 +165,77 @@ def plan(shards, block_size, lengths, n_tokens):
 def evaluate(path, args):
     """Everything the report says of one checkpoint, as a dict that JSON can hold."""
     device = device_of(args.device)
-    autocast = autocast_for(device, args.dtype)
-    model = GPT.from_checkpoint(path, device)
+    autocast, model = autocast_for(device, args.dtype), GPT.from_checkpoint(path, device)
     config, checkpoint = model.config, model.checkpoint
+    tricks = {"ntk": args.ntk, "window": args.window, "logn": args.logn}
+    label, setup = label_of(config, **tricks), partial(apply_tricks, model, **tricks)
     check_tricks(model, path, args)
     shards = held_out(args.data, checkpoint, path)
     lengths, n_tokens = plan(shards, config.block_size, args.lengths, args.tokens)
-    longest = len(shards) - max(2, config.block_size) - 1
-    gaps = [gap for gap in [0, *(config.block_size * 2 ** k // 2 for k in range(8))] if gap <= longest and args.recall]
-    if args.gaps and (not args.recall or max(args.gaps) > longest):
-        raise UsageError(f"gaps={max(args.gaps)}: needs --recall=PASSAGES, and the val split has room for {longest}")
-    gaps = args.gaps or gaps
-
-    def setup(length):
-        apply_tricks(model, length, args.ntk, args.window, args.logn)
-
-    label = label_of(config, args)
-    started = time.perf_counter()
+    most = len(shards) - max(2, config.block_size) - 1
+    if args.gaps and (not args.recall or max(args.gaps) > most):
+        raise UsageError(f"gaps={max(args.gaps)}: needs --recall=PASSAGES, and the val split has room for {most}")
+    gaps = args.gaps or [n for n in (0, *(config.block_size * k // 2 for k in TIMES)) if n <= most and args.recall]
     work = n_tokens * len(lengths) + args.recall * sum(2 * (gap + config.block_size) for gap in gaps)
-    losses, seconds = {}, {}
+    losses, clock = {}, [time.perf_counter()]
     with tqdm(total=work, unit="token", unit_scale=True, disable=None, leave=False, desc=label) as bar:
         for length in lengths:
-            began = time.perf_counter()
             setup(length)
             losses[length] = score_length(model, shards, length, n_tokens, device, autocast, bar)
-            seconds[length] = time.perf_counter() - began
-        recall = recall_probe(model, shards, gaps, args.recall, device, autocast, bar, setup) if gaps else []
-    rows = [row | {"seconds": seconds[row["length"]]} for row in summarize(losses, lengths, config.block_size)]
-    return {
-        "label": label, "checkpoint": path, "pos": config.pos, "angles": config.angles, "value_route": config.value_route,
-        "seed": config.seed, "block_size": config.block_size, "step": checkpoint["step"],
-        "parameters": sum(p.numel() for p in model.parameters()), "train": checkpoint["train"],
-        "protocol": protocol(n_tokens, lengths, config.block_size), "data": shards.meta["source"],
-        "val_sha256": [shard["sha256"] for shard in shards.meta["shards"]["val"]],
-        "ntk": args.ntk, "window": args.window, "logn": args.logn,
-        "dtype": "bfloat16" if autocast.keywords["enabled"] else "float32", "device": device.type,
-        "targets": n_tokens, "seconds": time.perf_counter() - started, "lengths": rows,
-        "by_position": loss_by_position(losses[max(lengths)], max(lengths)), "recall": recall}
+            clock.append(time.perf_counter())
+        recall = recall_probe(model, shards, gaps, args.recall, device, autocast, bar, setup)
+    rows = summarize(losses, lengths, config.block_size)
+    return {"label": label, "checkpoint": path, "pos": config.pos, "angles": config.angles,
+            "value_route": config.value_route, "seed": config.seed, "block_size": config.block_size,
+            "step": checkpoint["step"], "parameters": sum(p.numel() for p in model.parameters()),
+            "train": checkpoint["train"], "protocol": protocol(n_tokens, lengths, config.block_size),
+            "data": shards.meta["source"], "val_sha256": [shard["sha256"] for shard in shards.meta["shards"]["val"]],
+            **tricks, "dtype": "bfloat16" if autocast.keywords["enabled"] else "float32", "device": device.type,
+            "targets": n_tokens, "seconds": time.perf_counter() - clock[0],
+            "lengths": [row | {"seconds": seconds} for row, seconds in zip(rows, np.diff(clock).tolist())],
+            "by_position": loss_by_position(losses[max(lengths)], max(lengths)), "recall": recall}
 
 
-def label_of(config, args):
-    words = [config.pos] + [config.angles] * (config.angles != "token") + ["own"] * (config.value_route == "own") \
-        + ["ntk"] * args.ntk + [f"window {args.window}"] * bool(args.window) + ["logn"] * args.logn
-    return " ".join(words)
+def label_of(config, ntk=False, window=None, logn=False):
+    parts = [(config.pos, True), (config.angles, config.angles != "token"), ("own", config.value_route == "own"),
+             ("ntk", ntk), (f"window {window}", window), ("logn", logn)]
+    return " ".join(word for word, said in parts if said)
 
 
 def protocol(n_tokens, lengths, block_size):
     return (f"The first {n_tokens:,} targets of the val split, the same at every length, cut into windows of "
             f"{', '.join(map(str, lengths))} inputs without overlap. ratio = perplexity / perplexity at the training "
             f"length of {block_size}; below 1: the longer context helps. perplexity = exp(total loss / targets). late: "
-            f"targets in the second half of every block of {block_size}. ratio_error: standard error of the paired loss "
-            f"difference, one observation per window of {max(lengths)}, times the ratio; null under 8 of them. Any other "
-            f"null: not finite. Long windows span many documents. by_position: mean loss from each first_position to "
-            f"the next in windows of {max(lengths)}. recall: loss on a passage of {block_size // 2} tokens repeated "
-            f"after `gap` others; control_loss without the first copy.")
+            f"targets in the second half of every block of {block_size}. ratio_error: standard error of the paired "
+            f"loss difference, one observation per window of {max(lengths)}, times the ratio; null under 8 of them. "
+            "Any other null: not finite. Long windows span many documents. by_position: mean loss from each "
+            f"first_position to the next in windows of {max(lengths)}. recall: loss on a passage of {block_size // 2} "
+            "tokens repeated after `gap` others; control_loss without the first copy.")
 
-
-# ---------------------------------------------------------------- showing results
 
 def average(results):
-    """Runs that differ only in their seed become one, its numbers the means; errors are then the standard errors of those
-    means over the runs, None for a single run."""
-    groups = {}
+    """Runs that differ only in their seed become one, its numbers the means; errors are then the standard errors of
+    those means over the runs, None for a single run."""
+    groups, merged = {}, []
     for r in results:
-        same = {name: value for name, value in r["train"].items() if name not in {*FREE_ON_RESUME, "seed", "init_from"}}
-        same["init_from"] = bool(r["train"]["init_from"])
-        text = r.get("val_sha256"), r["data"], r.get("dtype")
-        rows = [[row["length"], sorted(row)] for row in r["lengths"]], [[row["gap"], sorted(row)] for row in r["recall"]]
-        bins = r["by_position"]["first_position"]
-        key = json.dumps([r["label"], text, r["step"], r["targets"], rows, bins, same], sort_keys=True)
+        same = r["train"] | dict.fromkeys({*FREE_ON_RESUME, "seed"}) | {"init_from": bool(r["train"]["init_from"])}
+        rows = [[row.get("length"), row.get("gap"), sorted(row)] for row in (*r["lengths"], *r["recall"])]
+        key = json.dumps([r["label"], r["step"], r["targets"], r["data"], r.get("val_sha256"), r.get("dtype"), same,
+                          rows, r["by_position"]["first_position"]], sort_keys=True)
         if r["seed"] in [other["seed"] for other in groups.setdefault(key, [])]:
             raise UsageError(f"average: {r['label']} with seed {r['seed']} is given twice ({r['checkpoint']})")
         groups[key].append(r)
-    merged = []
     for runs in groups.values():
-        lengths, recall = ([average_rows(rows) for rows in zip(*(r[kind] for r in runs))] for kind in ("lengths", "recall"))
+        means = {kind: [average_rows(rows) for rows in zip(*(r[kind] for r in runs))] for kind in ("lengths", "recall")}
         loss = np.mean([r["by_position"]["loss"] for r in runs], axis=0).tolist()
-        merged.append(runs[0] | {"runs": len(runs), "lengths": lengths, "recall": recall,
-                                 "by_position": runs[0]["by_position"] | {"loss": loss}})
+        merged.append(runs[0] | means | {"runs": len(runs), "by_position": runs[0]["by_position"] | {"loss": loss}})
     return merged
 
 
 def average_rows(rows):
-    row = {}
-    for name in [name for name in rows[0] if not name.endswith("_error")]:
-        values = [row[name] for row in rows]
-        row[name], row[f"{name}_error"] = float(np.mean(values)), standard_error(values)
-    return row
+    found = {name: [row[name] for row in rows] for name in rows[0] if not name.endswith("_error")}
+    errors = {f"{name}_error": standard_error(values) for name, values in found.items()}
+    return {name: float(np.mean(values)) for name, values in found.items()} | errors
 
 
 def row_names(results):
@@ -300,7 +250,6 @@ def row_names(results):
 def table(results, kind=""):
     """One row a result: ratios of all ("") or of late ("late_") targets at each multiple of the training length, then
     perplexity at the shortest and longest that all have, targets, parameters."""
-    ratio, level = f"{kind}ratio", f"{kind}perplexity"
     rows = [{row["length"] / r["block_size"]: row for row in r["lengths"]} for r in results]
     columns = sorted(set().union(*rows))
     common = max(set(columns).intersection(*rows))
@@ -308,9 +257,9 @@ def table(results, kind=""):
     lines = [[f"1x = {trained.pop():,} tokens" if len(trained) == 1 else "", *(f"{x:.4g}x" for x in columns),
               "perplexity at 1x", f"at {common:.4g}x", "targets", "parameters", "runs"]]
     for name, r, at in zip(row_names(results), results, rows):
-        lines.append([name, *(with_error(at.get(x), ratio) for x in columns), with_error(at[1], level),
-                      with_error(at[common], level), f"{at[1][f'{kind}targets']:,.0f}", f"{r['parameters']:,}",
-                      str(r.get("runs", 1))])
+        lines.append([name, *(with_error(at.get(x), f"{kind}ratio") for x in columns),
+                      *(with_error(at[x], f"{kind}perplexity") for x in (1, common)),
+                      f"{at[1][f'{kind}targets']:,.0f}", f"{r['parameters']:,}", str(r.get("runs", 1))])
     return layout(lines)
 
 
@@ -338,22 +287,19 @@ def layout(lines):
 
 
 def plot(results, path):
-    """Ratio against length, loss against position, and recall where it was probed; the training length is marked. Models
-    trained at several lengths are drawn against multiples of these."""
+    """Ratio against length, loss against position, and recall where it was probed; the training length is marked.
+    Models trained at several lengths are drawn against multiples of these."""
     recall, trained = any(r["recall"] for r in results), {r["block_size"] for r in results}
     with picture(path, 1, 2 + recall, figsize=(6 * (2 + recall), 4.5)) as axes:
         for name, r in zip(row_names(results), results):
-            rows = [row for row in r["lengths"] if math.isfinite(row["ratio"])]
-            unit = r["block_size"] if len(trained) > 1 else 1
-            axes[0].errorbar([row["length"] / unit for row in rows], [row["ratio"] for row in rows],
-                             yerr=[row["ratio_error"] or 0 for row in rows], marker="o", markersize=3, label=name)
-            by_position = r["by_position"]
-            ends = by_position["first_position"][1:] + [by_position["length"]]
-            middles = [math.sqrt((a + 1) * b) / unit for a, b in zip(by_position["first_position"], ends)]
-            axes[1].plot(middles, by_position["loss"], label=name)
-            if r["recall"]:
-                axes[-1].errorbar([row["gap"] / unit for row in r["recall"]], [row["gain"] for row in r["recall"]],
-                                  yerr=[row["gain_error"] or 0 for row in r["recall"]], marker="o", markersize=3, label=name)
+            unit, binned = r["block_size"] if len(trained) > 1 else 1, r["by_position"]
+            for axis, rows, x, y in (axes[0], r["lengths"], "length", "ratio"), (axes[-1], r["recall"], "gap", "gain"):
+                shown = [row for row in rows if math.isfinite(row[y])]
+                if rows:
+                    axis.errorbar([row[x] / unit for row in shown], [row[y] for row in shown], label=name, marker="o",
+                                  markersize=3, yerr=[row[f"{y}_error"] or 0 for row in shown])
+            edges = [*binned["first_position"], binned["length"]]
+            axes[1].plot([math.sqrt((a + 1) * b) / unit for a, b in zip(edges, edges[1:])], binned["loss"], label=name)
         titles = [("window length", "perplexity / perplexity at the training length"),
                   ("position in the longest window", "loss (nats per token)"),
                   ("gap between the copies", "gain on the second copy (nats per token)")]
@@ -382,8 +328,8 @@ RESULTS = [{"label": str, "checkpoint": str, "data": str, "seed": count, "step":
             "targets": count, "block_size": lambda value: count(value) and value > 0, "train": {"init_from": str},
             "by_position": {"length": count, "first_position": [count], "loss": [real]},
             "recall": [row_of("gap", "gain", "gain_error")],
-            "lengths": [row_of("length", "ratio", "ratio_error", "perplexity", "targets", "late_ratio", "late_perplexity",
-                               "late_targets")]}]
+            "lengths": [row_of("length", "ratio", "ratio_error", "perplexity", "targets",
+                               "late_ratio", "late_perplexity", "late_targets")]}]
 
 
 def read_results(path):

@@ -14,14 +14,12 @@ import numpy as np
 import torch
 
 from checks import UsageError, check_outputs, integer, integers, picture, program, write_json
-from eval_length import held_out, label_of, layout, row_names
+from eval_length import TIMES, held_out, label_of, layout, row_names, standard_error
 from model import GPT
 
 HEAD_DIM, NEAR, LAMBDA, EPS = 64, 512, 4.0, 0.1  # coordinates; near tokens; half the logit range, nats; "mixed"
 SLOPE, WINDOW = 1 / 512, 1024                    # of part 3: nats per token of distance; tokens
 
-
-# ---------------------------------------------------------------- 1. mixing window
 
 def frequencies(head_dim):
     """w_p = 10000^(-2p/head_dim), radians, (head_dim/2,): RoPE's steps, and the half-widths of randrot's."""
@@ -30,8 +28,8 @@ def frequencies(head_dim):
 
 def plane_factor(w):
     """c = E[e^(i step)] = sin(w)/w, step ~ Uniform(-w, w) radians. Steps are independent: E[P over n steps] = c^n.
-    It is also the factor of a dense SO(d) step that turns d/2 planes of a Haar-random basis by such angles: its law
-    does not change under conjugation, so E[M] = I E[trace M] / d. tests.py simulates that, and reflections."""
+    It holds too for a dense SO(d) step that turns the d/2 planes of a Haar-random basis by such angles: its law does
+    not change under conjugation, so E[M] = I E[trace M] / d."""
     return np.sinc(np.asarray(w) / np.pi)
 
 
@@ -53,11 +51,8 @@ def expected_score(distance, factors):
 
 def simulate_phases(w, steps, routes, rng):
     """Phases of every plane after 1, 2 ... `steps` steps ~ Uniform(-w_p, w_p), radians: one (routes, steps) a plane."""
-    for half_width in w:
-        yield rng.uniform(-half_width, half_width, (routes, steps)).cumsum(1)
+    return (rng.uniform(-half_width, half_width, (routes, steps)).cumsum(1) for half_width in w)
 
-
-# ---------------------------------------------------------------- 2. score gap
 
 def hoeffding_bound(t, weights):
     """Pr(sum_b r_b cos(theta_b) >= t) <= exp(-t^2 / (2 sum r_b^2)): independent uniform phases, r_b = |q_b| |k_b|."""
@@ -65,9 +60,9 @@ def hoeffding_bound(t, weights):
 
 
 def phase_bound(t, weights):
-    """The same tail with twice the exponent: E[e^(s cos theta)] = I_0(s) <= e^(s^2/4), term by term, where Hoeffding
-    knows |cos| <= 1 only and has e^(s^2/2). With equal weights 2/d it is exp(-d t^2 / 2), which also bounds <q, u> for u uniform on the sphere (Ball, "An elementary
-    introduction to modern convex geometry", 1997, lemma 2.2): mixed planes are worth a random rotation."""
+    """The same tail with twice the exponent: E[e^(s cos theta)] = I_0(s) <= e^(s^2/4), where Hoeffding knows |cos| <= 1
+    only and has e^(s^2/2). Equal weights 2/d give exp(-d t^2 / 2), which also bounds <q, u> for u uniform on the sphere
+    (Ball, "An elementary introduction to modern convex geometry", 1997, lemma 2.2): mixing equals a random rotation."""
     return np.exp(-np.square(t) / np.square(weights).sum())
 
 
@@ -77,8 +72,6 @@ def simulate_scores(head_dim, draws, rng):
     return {"Haar": first / np.sqrt(first ** 2 + rng.chisquare(head_dim - 1, draws)),
             "mixed planes": sum(r * np.cos(rng.uniform(-np.pi, np.pi, draws)) for _ in range(head_dim // 2))}
 
-
-# ---------------------------------------------------------------- 3. far mass
 
 def far_mass(near, far):
     """Softmax mass on the logits `far` (..., M) beside `near` (..., K), nats."""
@@ -96,9 +89,7 @@ def far_mass_bound(near, far, lam):
 def biased_far_mass(near, far, lead, slope):
     """Far mass when near keys lead by `lead` nats and a bias takes `slope` nats per token of distance. The far weights
     are a geometric series, so it converges. lead = -2 lambda is the most that contents within 2 lambda can reach."""
-    def series(first, count):
-        return np.exp(-slope * first) * -np.expm1(-slope * count) / -math.expm1(-slope)
-    return 1 / (1 + np.exp(lead) * series(0, near) / series(near, far))
+    return 1 / (1 - np.exp(lead) * np.expm1(slope * near) / np.expm1(-slope * far))
 
 
 def logn_lambda(lam, near, far):
@@ -106,8 +97,6 @@ def logn_lambda(lam, near, far):
     it falls with M only if near keys lead by 2 lambda > ln K nats at the training length, else it still tends to 1."""
     return lam * np.log(near + far) / math.log(near)
 
-
-# ---------------------------------------------------------------- 4. values
 
 def background_power(far, factor):
     """E|P_1 + ... + P_M|^2 in one plane, independent steps with real c = E[e^(i step)]: the sum of c^|j-k| over pairs,
@@ -144,57 +133,55 @@ def crossing(near, lam, norm):
     return min(M[M * norm(M) >= near * math.exp(2 * lam)], default=math.inf)
 
 
-# ---------------------------------------------------------------- parts 1 to 4: each a panel, and a table of its curves
-
 def show(title, rows):
     print(f"\n{title}\n{layout([[cell if isinstance(cell, str) else f'{cell:,}' for cell in row] for row in rows])}")
 
 
 def mixing():
-    """Each function of this section returns the labels of its panel, the x of its table, and its curves: {name: function of x}, or
-    {name: (x, y)} for what was simulated."""
+    """Like the next three, prints tables and returns the labels of its panel, the x of its last table, and its curves:
+    {name: function of x}, or {name: {x: y}} for what was simulated."""
     w, few, rng = frequencies(HEAD_DIM), 4 ** np.arange(7), np.random.default_rng(1)
+    factor = plane_factor(w)
     planes = np.stack([np.cos(phase[:, few - 1]) for phase in simulate_phases(w, few[-1], 500, rng)])
     show(f"Mixing window: steps n until E[P] falls to {EPS}, in a text of any length; and E[P] over 64 steps",
          [["plane", "w", "factor", "n", "closed form", "simulated"]] + [
-             [b, f"{w[b]:.2g}", f"{plane_factor(w[b]):.9f}", f"{mixing_window(plane_factor(w[b])):,.0f}",
-              f"{plane_factor(w[b]) ** 64:.4f}", f"{x.mean():.4f} ±{x.std(ddof=1) / math.sqrt(len(x)):.4f}"]
-             for b, x in ((b, planes[b, :, 3]) for b in (0, 4, 8, 16, 31))])
+             [b, f"{w[b]:.2g}", f"{factor[b]:.9f}", f"{mixing_window(factor[b]):,.0f}", f"{factor[b] ** 64:.4f}",
+              f"{planes[b, :, 3].mean():.4f} ±{standard_error(planes[b, :, 3]):.4f}"] for b in (0, 4, 8, 16, 31)])
     show("Planes of randrot that have mixed. The others keep a far key much as it was",
          [["head_dim", "planes", "within 512", "65,536", "1,048,576"]] + [
              [d, d // 2, *((mixing_window(plane_factor(frequencies(d))) <= n).sum() for n in (512, 2 ** 16, 2 ** 20))]
              for d in (64, 96, 128)])
-    kinds = {"RoPE": np.exp(1j * w), "randrot": plane_factor(w), "every plane w = 1": plane_factor([1.0]),
-             "reflections": [reflection_factor(HEAD_DIM)]}
     return dict(title="1. Slow planes do not mix", xlabel="distance (tokens)", ylabel="expected score of q and q",
                 yscale="linear", ylim=(-0.3, 1.05)), 16 ** np.arange(6), {
-        **{name: lambda n, factor=factor: expected_score(n, factor) for name, factor in kinds.items()},
-        "randrot, simulated": (few, planes.mean((0, 1)))}
+        "RoPE": lambda n: expected_score(n, np.exp(1j * w)), "randrot": lambda n: expected_score(n, factor),
+        "every plane w = 1": lambda n: expected_score(n, plane_factor(1.0)),
+        "reflections": lambda n: expected_score(n, reflection_factor(HEAD_DIM)),
+        "randrot, simulated": dict(zip(few, planes.mean((0, 1))))}
 
 
-def score_gap(draws=100_000):
-    rng, t, weights, curves = np.random.default_rng(2), np.linspace(0, 4, 41), np.full(HEAD_DIM // 2, 2 / HEAD_DIM), {}
-    for d in (16, 256):
-        for name, x in simulate_scores(d, draws, rng).items():
-            curves[f"{name}, d = {d}, simulated"] = t, np.array([(x >= s).mean() for s in t / math.sqrt(d)])
+def score_gap():
+    rng, t, weights = np.random.default_rng(2), np.linspace(0, 4, 41), np.full(HEAD_DIM // 2, 2 / HEAD_DIM)
+    simulated = {f"{name}, d = {d}, simulated": {s: (x >= s / math.sqrt(d)).mean() for s in t}
+                 for d in (16, 256) for name, x in simulate_scores(d, 100_000, rng).items()}
     return dict(title="2. A mixed score is small", xlabel="score s, in units of 1 / sqrt(d)",
                 ylabel="probability of a far score >= s", xscale="linear", xlim=(0, 4)), np.arange(1, 5), {
-        **curves, "sharp bound": lambda t: phase_bound(t / math.sqrt(HEAD_DIM), weights),
+        **simulated, "sharp bound": lambda t: phase_bound(t / math.sqrt(HEAD_DIM), weights),
         "Hoeffding bound": lambda t: hoeffding_bound(t / math.sqrt(HEAD_DIM), weights)}
 
 
 def far_tokens():
     rng, counts = np.random.default_rng(3), np.array([2 ** k for k in range(9, 20)] + [10 ** 6])
-    drawn = np.array([far_mass(*(rng.uniform(-LAMBDA, LAMBDA, n) for n in (NEAR, M))) for M in counts])
-    print(f"\nA bias of {SLOPE:.1g} a token holds far mass to {biased_far_mass(NEAR, math.inf, 0, SLOPE):.3f} if contents are "
-          f"alike, and to {biased_far_mass(NEAR, math.inf, -2 * LAMBDA, SLOPE):.4f} if far ones lead by {2 * LAMBDA:g} nats.")
+    drawn = {M: far_mass(*(rng.uniform(-LAMBDA, LAMBDA, n) for n in (NEAR, M))) for M in counts}
+    alike, led = (biased_far_mass(NEAR, math.inf, lead, SLOPE) for lead in (0, -2 * LAMBDA))
+    print(f"\nA bias of {SLOPE:.1g} a token holds far mass to {alike:.3f} if contents are alike, and to {led:.4f} "
+          f"if far ones lead by {2 * LAMBDA:g} nats.")
     return dict(title=f"3. Far mass beside {NEAR} near keys, logits within ±{LAMBDA:g}", xlabel="far tokens M",
                 ylabel="far mass"), counts[::4], {  # all but the drawn one with near keys on top, by 2 lambda
         "lower bound": lambda M: far_mass_bound(NEAR, M, LAMBDA),
         f"bias {SLOPE:.1g}": lambda M: biased_far_mass(NEAR, M, 2 * LAMBDA, SLOPE),
         f"window {WINDOW}": lambda M: far_mass_bound(NEAR, np.minimum(M, WINDOW - NEAR), LAMBDA),
         "log n": lambda M: far_mass_bound(NEAR, M, logn_lambda(LAMBDA, NEAR, M)),
-        "log n from ±2": lambda M: far_mass_bound(NEAR, M, logn_lambda(2, NEAR, M)), "uniform, simulated": (counts, drawn)}
+        "log n from ±2": lambda M: far_mass_bound(NEAR, M, logn_lambda(2, NEAR, M)), "uniform, simulated": drawn}
 
 
 def far_values():
@@ -206,7 +193,8 @@ def far_values():
     print("Weights that follow scores r cos(theta) on the same route leave I_1(r)/I_0(r) of their common part at any M: "
           + ", ".join(f"{tilt(r):.2f} at r = {r:g}" for r in (0.25, 0.5, 1, 2)))
     return dict(title="4. Length of far values' common part after the route, over before", xlabel="far tokens M",
-                ylabel="R"), 4.0 ** np.arange(0, 12, 2), {**norms, "randrot, simulated": (few, np.sqrt(power) / few)}
+                ylabel="R"), 4.0 ** np.arange(0, 12, 2), {
+        **norms, "randrot, simulated": dict(zip(few, np.sqrt(power) / few))}
 
 
 def argument(path):
@@ -214,14 +202,14 @@ def argument(path):
     panels = []
     for labels, at, curves in (part() for part in (mixing, score_gap, far_tokens, far_values)):
         columns = [[f"{y:.5f}" for y in curve(at)] if callable(curve) else
-                   [f"{curve[1][curve[0] == x][0]:.5f}" if x in curve[0] else "" for x in at] for curve in curves.values()]
+                   [f"{curve[x]:.5f}" if x in curve else "" for x in at] for curve in curves.values()]
         show(labels["title"], [[labels["xlabel"], *curves], *([f"{x:,.0f}", *row] for x, *row in zip(at, *columns))])
         panels.append((labels, curves))
     with picture(path, 2, 2, figsize=(13, 9)) as axes:
         for axis, (labels, curves) in zip(axes.flat, panels):
             grid = np.linspace(*labels["xlim"], 41) if "xlim" in labels else np.geomspace(1, 1e6, 200)
             for name, curve in curves.items():
-                axis.plot(*((grid, curve(grid)) if callable(curve) else curve),
+                axis.plot(*((grid, curve(grid)) if callable(curve) else zip(*curve.items())),
                           "--" if "bound" in name else "-" if callable(curve) else ".", label=name)
             axis.set(**{"xscale": "log", "yscale": "log", "ylim": (1e-5, 1.5)} | labels)
             axis.grid(alpha=0.2)
@@ -229,15 +217,12 @@ def argument(path):
     print(f"picture: {path}")
 
 
-# ---------------------------------------------------------------- 5. on a checkpoint
-
 QUERIES, AT_ONCE = 64, 8  # queries measured in a window; how many of them against all keys at a time
 MEASURED = ("far_mass", "bound", "mean_bound", "logit_range", "near_norm", "far_norm", "alignment")
 
 
 def head_statistics(attention, frame, x, queries, block_size):
     """What the queries at positions `queries` do in one layer, x (1, T, C) its input: {MEASURED: (H, queries) float64}.
-
     far: keys block_size or more tokens back. logit_range: largest minus smallest logit of a query, 2 lambda, nats, bias
     included. bound: far mass's, from that range; mean_bound, by Jensen: M / (M + K e^(largest near - mean far)).
     near_norm, far_norm: lengths of both parts of the output, before the projection; alignment: far_norm over what it
@@ -249,21 +234,19 @@ def head_statistics(attention, frame, x, queries, block_size):
         q = q * frame.query_scale
     key, found = torch.arange(x.size(1), device=x.device), []
     for i in queries[:, None].split(AT_ONCE):
+        seen, far = key <= i, key <= i - block_size                                 # (AT_ONCE, T)
         logits = (q[:, i[:, 0]] @ k.transpose(1, 2)).double() / D ** 0.5            # (H, AT_ONCE, T)
         if frame.key_bias is not None:
             c = frame.key_bias[0].to(x.device)
             logits = logits - (c[:, i] - c[:, None])
-        seen, far = key <= i, key <= i - block_size                                 # (AT_ONCE, T)
-        near_top = logits.masked_fill(~seen | far, -math.inf).amax(-1)
-        top, low = logits.masked_fill(~seen, -math.inf).amax(-1), logits.masked_fill(~seen, math.inf).amin(-1)
-        M = far.sum(-1)
-        odds = M / block_size                                                       # far keys per near key
-        lead = near_top - (logits * far).sum(-1) / M.clamp(min=1)
-        weight = logits.masked_fill(~seen, -math.inf).softmax(-1)
-        near_norm, far_norm = ((weight * part).to(v.dtype).matmul(v).norm(dim=-1).double() for part in (~far, far))
-        parallel = ((weight * far) @ v.norm(dim=-1).double()[..., None])[..., 0]
-        found.append(((weight * far).sum(-1), 1 / (1 + (top - low).exp() / odds), 1 / (1 + lead.exp() / odds),
-                      top - low, near_norm, far_norm, far_norm / parallel.clamp(min=1e-30)))
+        lowest, logits = logits.masked_fill(~seen, math.inf).amin(-1), logits.masked_fill(~seen, -math.inf)
+        span, weight, M = logits.amax(-1) - lowest, logits.softmax(-1), far.sum(-1)
+        near, distant = weight * ~far, weight * far
+        lead = logits.masked_fill(far, -math.inf).amax(-1) - logits.masked_fill(~far, 0).sum(-1) / M.clamp(min=1)
+        near_norm, far_norm = ((part.to(v.dtype) @ v).norm(dim=-1).double() for part in (near, distant))
+        parallel = (distant @ v.norm(dim=-1).double()[..., None])[..., 0]
+        found.append((distant.sum(-1), *(M / (M + block_size * gap.exp()) for gap in (span, lead)), span,
+                      near_norm, far_norm, far_norm / parallel.clamp(min=1e-30)))
     return {name: torch.cat(parts, -1) for name, parts in zip(MEASURED, zip(*found))}
 
 
@@ -272,19 +255,16 @@ def coherence(route, probe, distances):
     `probe` (1, H, T, D) gives shape and device. x is (1, 0) in every plane, so for rotations this is the plane's
     |mean e^(i(phase_i - phase_j))|; only they keep planes apart, other routes count as one. A text of T tokens has
     T / window independent routes: below sqrt(window / T) is noise."""
-    rotates, T, D = hasattr(route, "cos"), *probe.shape[2:]
-    x = torch.cat((torch.ones_like(probe[..., :D // 2]), torch.zeros_like(probe[..., D // 2:])), dim=-1)
-    entered, rows = route.enter(x), []
-    for n in distances:
-        moved = route.leave(torch.cat((x[:, :, :n], entered[:, :, :T - n]), dim=2))[0, :, n:].double().mean(1)
-        planes = torch.hypot(*moved.chunk(2, dim=-1))                               # (H, D/2)
-        rows.append(planes if rotates else planes.norm(dim=-1, keepdim=True) / (D // 2) ** 0.5)
-    return torch.stack(rows, 1)
+    half = probe.size(-1) // 2
+    entered = route.enter(torch.cat((torch.ones_like(probe[..., :half]), torch.zeros_like(probe[..., half:])), dim=-1))
+    moved = [route.leave(entered.roll(n, 2))[0, :, n:].double().mean(1) for n in distances]  # (H, D) each
+    planes = torch.hypot(*torch.stack(moved, 1).chunk(2, dim=-1))                   # (H, distances, D/2)
+    return planes if hasattr(route, "cos") else planes.square().mean(-1, keepdim=True).sqrt()
 
 
 def turns(route):
-    """Steps of a route that rotates planes, read off its phases: the mean step of each plane in radians, (H, D/2), and how
-    far every token but the first turns off that mean, root mean square over planes, (H, T - 1)."""
+    """Steps of a route that rotates planes, read off its phases: the mean step of each plane in radians, (H, D/2), and
+    how far every token but the first turns off that mean, root mean square over planes, (H, T - 1)."""
     phase = torch.complex(route.cos[0], route.sin[0])                               # (H or 1, T, D/2)
     step = phase[:, 1:] * phase[:, :-1].conj()
     mean = step.mean(1, keepdim=True)
@@ -293,8 +273,8 @@ def turns(route):
 
 @torch.inference_mode()
 def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
-    """head_statistics of every layer, {name: (n_layer, H, queries)}, for one text ids (T,), the coherence of the queries'
-    route (n_layer, H, distances, planes), or [] without distances, and a list of turns() by layer, [] if planes do not turn.
+    """Of one text ids (T,): head_statistics by layer, {name: (n_layer, H, queries)}; coherence of the queries' route,
+    (n_layer, H, distances, planes), or [] without distances; a list of turns() by layer, or [] if planes do not turn.
     The queries are spread over the last half of a training length: the same tokens for any T that ends there."""
     T, block_size = len(ids), model.config.block_size
     late = min(T, max(1, block_size // 2))
@@ -310,19 +290,18 @@ def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
         if hasattr(frame.qk, "cos"):
             turned.append(turns(frame.qk))
         x = block(x, embedding, idx, sequence)
-    return ({name: torch.stack([layer[name] for layer in found]) for name in MEASURED}, routes and torch.stack(routes),
-            turned)
+    found = {name: torch.stack([layer[name] for layer in found]) for name in MEASURED}
+    return found, routes and torch.stack(routes), turned
 
 
 def measure(path, args):
     """Everything the report says of one checkpoint, as a dict that JSON can hold."""
     model = GPT.from_checkpoint(path, "cuda" if torch.cuda.is_available() else "cpu")  # MPS has no float64
-    config, trained = model.config, model.checkpoint
+    config, trained, block_size, rows = model.config, model.checkpoint, model.config.block_size, []
     if config.pos.split("+")[0] == "path":
         raise UsageError(f"ckpt={path}: pos={config.pos} has no common frame; measure one with orthogonal steps")
     shards = held_out(args.data, trained, path)
-    block_size, rows = config.block_size, []
-    lengths = args.lengths or [n for n in (block_size * 2 ** k for k in range(8)) if n <= len(shards)] or [block_size]
+    lengths = args.lengths or [block_size * k for k in TIMES if block_size * k <= len(shards)] or [block_size]
     lengths, longest = sorted(set(lengths)), max(lengths)
     if not 2 <= longest <= len(shards):
         raise UsageError(f"lengths={longest}: give 2 to {len(shards)}, the tokens of the val split")
@@ -333,15 +312,16 @@ def measure(path, args):
                           distances if length == longest else ()) for n, end in ends]
         rows.append({"length": length} | {name: rounded(torch.cat([found[name] for found, *_ in looks], -1).mean(-1))
                                           for name in MEASURED})                    # (n_layer, H), means over queries
-    route, steps = torch.stack([route for _, route, _ in looks]).mean(0), None
-    if looks[-1][2]:                                                                # of the last text, at the longest length
-        speed, off = (torch.stack(part) for part in zip(*looks[-1][2]))             # (n_layer, H, planes), (..., T - 1)
+    route, turned, steps = torch.stack([route for _, route, _ in looks]).mean(0), looks[-1][2], None
+    if turned:                                                                      # of the last and longest text
+        speed, off = (torch.stack(part) for part in zip(*turned))                   # (n_layer, H, planes), (..., T - 1)
         ids = torch.from_numpy(shards.read(len(shards) - longest, longest))[1:]
         common = ids.bincount().topk(min(24, len(ids.unique()))).indices.tolist()
         steps = {"speed": rounded(speed), "turn": {str(i): rounded(off[..., ids == i].mean()) for i in common}}
-    return {"label": label_of(config, args), "checkpoint": path, "seed": config.seed, "step": trained["step"],
+    return {"label": label_of(config), "checkpoint": path, "seed": config.seed, "step": trained["step"],
             "block_size": block_size, "data": shards.meta["source"], "texts": args.texts, "lengths": rows,
-            "distances": distances, "coherence": rounded(route), "window": window(distances, route.mean((0, 1, 3)).tolist()),
+            "distances": distances, "coherence": rounded(route),
+            "window": window(distances, route.mean((0, 1, 3)).tolist()),
             "steps": steps, "bytes": shards.meta["tokenizer"] == "bytes"}
 
 
@@ -360,13 +340,13 @@ def report(results):
     names = row_names(results)
     for name, r in zip(names, results):
         route, last = np.array(r["coherence"]), r["lengths"][-1]                    # (n_layer, H, distances, planes)
-        inside = [n <= r["block_size"] for n in r["distances"]]
-        rows = [["mean of heads", *MEASURED, "planes mixed"]] + [
-            [f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]]
-        rows += [[f"layer {layer} head {head}", *(f"{last[key][layer][head]:.3g}" for key in MEASURED),
-                  (route[layer, head, inside].min(0) <= EPS).sum()] for layer, head in np.ndindex(route.shape[:2])]
+        mixed = (route[:, :, np.array(r["distances"]) <= r["block_size"]].min(2) <= EPS).sum(-1)
+        rows = [[f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]]
+        rows += [[f"layer {i} head {h}", *(f"{last[key][i][h]:.3g}" for key in MEASURED), n]
+                 for (i, h), n in np.ndenumerate(mixed)]
         show(f"{name} ({r['checkpoint']}): mean of heads at each length; then each head at the last, with its planes\n"
-             f"that mix within {r['block_size']} tokens, of {route.shape[-1]}", rows)
+             f"that mix within {r['block_size']} tokens, of {route.shape[-1]}",
+             [["mean of heads", *MEASURED, "planes mixed"], *rows])
         planes = np.unique(np.linspace(0, route.shape[-1] - 1, 9).astype(int))
         show(f"{name}: coherence of the route against distance, mean of heads; of all planes it is 1/e after "
              + (f"{r['window']:.0f} tokens" if r["window"] else f"more than {r['distances'][-1]:,} tokens"),
@@ -378,21 +358,18 @@ def report(results):
                  [["plane", *map(str, planes)], ["step", *(f"{x:.2g}" for x in speed[planes])],
                   ["RoPE", *(f"{x:.2g}" for x in frequencies(2 * len(speed))[planes])]])
             print("the commonest tokens, by how far they turn off it, rms radians: " + ", ".join(
-                f"{chr(int(i))!r} {x:.2f}" if r["bytes"] else f"{i} {x:.2f}"
+                f"{chr(int(i)) if r['bytes'] else int(i)!r} {x:.2f}"
                 for i, x in sorted(turn.items(), key=lambda item: -item[1])))
-    rows = [["length", *names]]
-    for length in sorted({x["length"] for r in results for x in r["lengths"]}):
-        found = [[np.mean(x[key]) for x in r["lengths"] if x["length"] == length for key in MEASURED[:3]]
-                 for r in results]
-        rows.append([length, *(" / ".join(f"{value:.3f}" for value in cell) for cell in found)])
-    show("Far mass: softmax mass at least a training length back / its bound / its bound by the mean far logit", rows)
+    found = [{x["length"]: " / ".join(f"{np.mean(x[key]):.3f}" for key in MEASURED[:3]) for x in r["lengths"]}
+             for r in results]
+    show("Far mass: softmax mass at least a training length back / its bound / its bound by the mean far logit",
+         [["length", *names]] + [[n, *(at.get(n, "") for at in found)] for n in sorted(set().union(*found))])
 
 
 @program
 def main(argv=None):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(ntk=False, window=None, logn=False)  # what eval_length's labels also look at
     parser.add_argument("--plot", default="theory.png", help="picture of parts 1 to 4 (theory.png; needs matplotlib)")
     parser.add_argument("--ckpt", nargs="+", action="extend", default=[], help="measure these instead: part 5")
     parser.add_argument("more", nargs="*", metavar="CKPT", help="more checkpoints, after --ckpt=CKPT")
