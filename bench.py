@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
 
 import model as own
 from attention import Cache
@@ -145,7 +145,7 @@ def compare(cases, kind, length, dtype, args, device):
                 case.model.eval().hidden(idx, caches=case.caches)
     if kind == "eval":  # attention's kernel alone, in all layers together
         q = torch.randn(batch, config.n_head, length, config.head_dim, device=device, dtype=getattr(torch, dtype))
-        turns["attention alone"] = lambda: [F.scaled_dot_product_attention(q, q, q, is_causal=True) for _ in first.blocks]
+        turns["attention alone"] = lambda: [scaled_dot_product_attention(q, q, q, is_causal=True) for _ in first.blocks]
     n = 8192 if device.type == "cuda" else 2048
     a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
     turns["product"] = lambda: a @ a

@@ -106,15 +106,14 @@ class Ranks:
     """The processes of one run: this one's rank, their number, the device, and sums over all."""
     def __init__(self, wanted):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local = int(os.environ.get("LOCAL_RANK", 0))
         self.device = device_of(wanted)
         if self.device.type == "mps" and self.size > 1:
             raise UsageError("device=mps: needs a single process; use --device=cpu")
         if self.device.type == "cuda":
-            if local >= torch.cuda.device_count():
-                raise UsageError(f"device=cuda: rank {local} of this machine has no GPU, there are "
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            if self.device.index >= torch.cuda.device_count():
+                raise UsageError(f"device=cuda: rank {self.device.index} of this machine has no GPU, there are "
                                  f"{torch.cuda.device_count()}; use --device=cpu or a smaller --nproc_per_node")
-            self.device = torch.device("cuda", local)
             torch.cuda.set_device(self.device)
         if "RANK" in os.environ:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
@@ -129,7 +128,7 @@ class Ranks:
 
 
 def draw(seed, step, index):
-    """Two independent 63-bit integers for sequence `index` of the batch of `step`: where it starts, and its sequence id."""
+    """Two independent 63-bit integers for sequence `index` of a step's batch: where it starts, and its sequence id."""
     digest = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little") >> 1, int.from_bytes(digest[8:], "little") >> 1
 
@@ -187,7 +186,7 @@ def load_moments(optimizer, saved, path):
         return lambda value: is_weights({"": value}) and value.shape == shape
     shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
     moments = {i: {"step": like(()), "exp_avg": like(s), "exp_avg_sq": like(s)} for i, s in enumerate(shapes)}
-    if wrong := misfit(saved, {"state": dict}) or saved["state"] and misfit(saved["state"], moments):  # {}: before step 1
+    if wrong := misfit(saved, {"state": dict}) or saved["state"] and misfit(saved["state"], moments):  # {}: no step yet
         raise CheckpointError(f"{path}: its optimizer is not that of its model: {wrong}; --init_from takes the weights alone")
     optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
 
@@ -234,10 +233,10 @@ def device_name(device):
 
 
 def resumed_settings(settings, given, checkpoint, path):
-    """A resumed run has the checkpoint's settings. A flag that says otherwise is refused, but for those that say where and
-    how the same run is computed. (Of these, dtype changes rounding, and grad_accum dropout's masks.)"""
+    """A resumed run has the checkpoint's settings. A flag that says otherwise is refused, but for those that say where
+    and how the same run is computed. (Of these, dtype changes rounding, and grad_accum dropout's masks.)"""
     old = {name: checkpoint["train"].get(name) for name in settings}
-    for name, _, kind, _ in (*KNOBS, ("config", "", str, "")):  # as strict as the command line: it may come from anybody
+    for name, _, kind, _ in (*KNOBS, ("config", "", str, "")):  # as strict as the command line: it may be anybody's
         with suppress(argparse.ArgumentTypeError):
             if isinstance(old[name], (str, int, float)) and kind(str(old[name])) == old[name]:
                 continue
@@ -258,17 +257,17 @@ def train(settings, given, ranks):
         checkpoint = read_checkpoint(path)
         settings = resumed_settings(settings, given, checkpoint, path)
         check(settings)
-    shards, held_out = TokenShards(settings["data"], "train"), TokenShards(settings["data"], "val")
+    data, batch_size, block_size, grad_accum = map(settings.get, ("data", "batch_size", "block_size", "grad_accum"))
+    shards, held_out = TokenShards(data, "train"), TokenShards(data, "val")
     for split, row in (("train", shards), ("val", held_out)):
-        if len(row) <= settings["block_size"]:
-            raise UsageError(f"block_size={settings['block_size']}: the {split} split of {settings['data']} has only "
-                             f"{len(row)} tokens")
-    micro, rest = divmod(settings["batch_size"], ranks.size * settings["grad_accum"])
+        if len(row) <= block_size:
+            raise UsageError(f"block_size={block_size}: the {split} split of {data} has only {len(row)} tokens")
+    micro, rest = divmod(batch_size, ranks.size * grad_accum)
     if rest:
-        raise UsageError(f"batch_size={settings['batch_size']}: must be a multiple of ranks x grad_accum = "
-                         f"{ranks.size} x {settings['grad_accum']}")
+        raise UsageError(f"batch_size={batch_size}: must be a multiple of ranks x grad_accum = "
+                         f"{ranks.size} x {grad_accum}")
     if checkpoint and checkpoint["data"]["shards"] != shards.meta["shards"]:
-        raise UsageError(f"data={settings['data']}: not the tokens that {path} was trained on")
+        raise UsageError(f"data={data}: not the tokens that {path} was trained on")
     device, leader = ranks.device, ranks.rank == 0
     autocast = autocast_for(device, settings["dtype"])
     low = autocast.keywords["enabled"]
@@ -278,7 +277,7 @@ def train(settings, given, ranks):
     first = checkpoint["step"] if checkpoint else 0
     if checkpoint:
         if asdict(model.config) != checkpoint["config"]:
-            raise CheckpointError(f"{path}: its config is not that of its settings and of {settings['data']}")
+            raise CheckpointError(f"{path}: its config is not that of its settings and of {data}")
         model.load_weights(checkpoint["model"], path)
         load_moments(optimizer, checkpoint.get("optimizer"), path)
     elif settings["init_from"]:  # weights of another mechanism that this one equals at birth (positional.UPGRADES)
@@ -312,32 +311,33 @@ def train(settings, given, ranks):
         signal.signal(name, lambda which, _: stop_signals.append(which))
 
     last = min(settings["max_steps"], settings["stop_at"] or settings["max_steps"])
-    per_step = settings["batch_size"] * settings["block_size"]
+    per_step = batch_size * block_size
     peak = next((value for name, value in PEAK.items() if name in device_name(device)), None) if low else None
-    flops = model.flops_per_token(settings["block_size"])
+    flops = model.flops_per_token(block_size)
 
     def batches():
         """What this rank takes in each pass of each step: r micro ... (r + 1) micro of the pass's sequences."""
         for step in range(first, last):
-            for begin in range(ranks.rank * micro, settings["batch_size"], ranks.size * micro):
+            for begin in range(ranks.rank * micro, batch_size, ranks.size * micro):
                 yield [t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
                        for t in training_batch(shards, settings, step, range(begin, begin + micro))]
 
-    coming = batches()
-    ahead = next(coming, None)
     bar = tqdm(total=last, initial=first, unit="step", disable=None if leader else True, leave=False)
     model.train()
     step, logged, started, finished = first, first, time.perf_counter(), first >= last
+    coming = batches()
+    ahead = next(coming, None)
+
     while not finished:
         lr = learning_rate(settings, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss = torch.zeros((), device=device)
-        for accum in range(settings["grad_accum"]):
+        for accum in range(grad_accum):
             torch.manual_seed(draw(settings["seed"], step, f"dropout {accum} {ranks.rank}")[0])
-            wrapped.require_backward_grad_sync = accum + 1 == settings["grad_accum"]  # ranks meet at the last pass only
+            wrapped.require_backward_grad_sync = accum + 1 == grad_accum  # DDP: ranks meet at the last pass only
             with autocast():
-                share = wrapped(*ahead)[1] / settings["grad_accum"]
+                share = wrapped(*ahead)[1] / grad_accum
             share.backward()
             loss += share.detach()
             ahead = next(coming, None)  # the next batch is read while the device still computes this one
