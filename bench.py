@@ -35,13 +35,11 @@ class Case:
     """A model under a name. Each method is what one turn does."""
     def __init__(self, name, model, device, first=None):
         self.name, self.model = name, model.to(device)
-        if first:  # its weights, the very same ones, in place of our own
-            ours = model.state_dict()
-            shared = {key: p for key, p in first.model.named_parameters() if key in ours and ours[key].shape == p.shape}
-            model.load_state_dict(shared, strict=False, assign=True)
+        first, ours = first or self, model.state_dict()  # the first shares with itself
+        shared = {key: p for key, p in first.model.named_parameters() if key in ours and ours[key].shape == p.shape}
+        model.load_state_dict(shared, strict=False, assign=True)  # the very same weights in place of our own
         self.optimizer = make_optimizer(model, dict(weight_decay=0.1, lr=1e-4, beta2=0.95), device)
-        if first:
-            self.optimizer.state = first.optimizer.state  # moments are kept by weight: shared as those are
+        self.optimizer.state = first.optimizer.state  # moments are kept by weight: shared as those are
 
     def train(self, idx, targets):
         self.model.train()
