@@ -13,11 +13,13 @@ moments. Cases share their weights, so that all fit.
 """
 import argparse, importlib, os, statistics, sys, time
 from dataclasses import asdict, fields
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
 
 import model as own
 from attention import Cache
@@ -26,22 +28,18 @@ from eval_length import layout
 from train import device_name, make_optimizer
 
 MECHANISMS = "rope,randrot_qkv,accrot_qk,accrot_qkv,accrot_qkv:hidden,alibi,fox"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NEW = 8  # tokens that a turn of --generate makes: the cache grows little
 
 
 class Case:
     """A model under a name. Each method is what one turn does."""
     def __init__(self, name, model, device, first=None):
-        self.name, self.model, mine = name, model.to(device), dict(model.named_parameters())
-        for key, p in first.model.named_parameters() if first else ():
-            if key in mine and mine[key].shape == p.shape:  # the first case's weight in place of its own
-                owner, _, leaf = key.rpartition(".")
-                setattr(model.get_submodule(owner), leaf, p)
-        self.parameters = sum(p.numel() for p in model.parameters())
+        self.name, self.model = name, model.to(device)
+        first, ours = first or self, model.state_dict()  # the first shares with itself
+        shared = {key: p for key, p in first.model.named_parameters() if key in ours and ours[key].shape == p.shape}
+        model.load_state_dict(shared, strict=False, assign=True)  # the very same weights in place of our own
         self.optimizer = make_optimizer(model, dict(weight_decay=0.1, lr=1e-4, beta2=0.95), device)
-        if first:
-            self.optimizer.state = first.optimizer.state  # moments are kept by weight: shared as those are
+        self.optimizer.state = first.optimizer.state  # moments are kept by weight: shared as those are
 
     def train(self, idx, targets):
         self.model.train()
@@ -50,35 +48,33 @@ class Case:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    @torch.inference_mode()
     def eval(self, idx, targets):
-        with torch.inference_mode():
-            self.model.eval().forward(idx, targets, reduction="none")
+        self.model.eval().forward(idx, targets, reduction="none")
 
-    def generate(self, idx, targets, room=0):
-        with torch.inference_mode():
-            if getattr(self, "cached", None) is not idx:  # the first turn fills the cache
-                self.cached, self.caches = idx, [Cache(idx.size(1) + room) for _ in self.model.blocks]
-                self.model.eval().hidden(idx, caches=self.caches)
-                return
-            for i in range(NEW):
-                self.model.head(self.model.hidden(targets[:, i:i + 1], caches=self.caches)[:, -1])
+    @torch.inference_mode()
+    def generate(self, idx, targets):
+        for i in range(NEW):
+            self.model.head(self.model.hidden(targets[:, i:i + 1], caches=self.caches)[:, -1])
 
 
 def build(args, device):
     """The cases that the command line names; the others are compared with the first."""
-    size, cases = {k: v for k, v in vars(args).items() if k.startswith("n_") or k == "vocab_size"}, []
+    cases = []
     for name in args.pos.split(","):
         pos, _, angles = name.partition(":")
-        config = own.GPTConfig(pos=pos, angles=angles or "token", dropout=0.0, **size)
-        for label in [name] + [f"{name} compiled"] * args.compile:
-            cases.append(Case(label, own.GPT(config), device, *cases[:1]))
-            if label != name:
-                cases[-1].model.compile(fullgraph=True, dynamic=False)
+        config = own.GPTConfig(pos=pos, angles=angles or "token", dropout=0.0, n_layer=args.n_layer, n_head=args.n_head,
+                               n_embd=args.n_embd, vocab_size=args.vocab_size)
+        cases.append(Case(name, own.GPT(config), device, *cases[:1]))
+        if args.compile:
+            cases.append(Case(f"{name} compiled", own.GPT(config), device, cases[0]))
+            cases[-1].model.compile(fullgraph=True, dynamic=False)
     if args.against:
-        GPT, GPTConfig = other(args.against)
+        theirs = other(args.against)
         values = asdict(cases[0].model.config) | dict(vocab_size=config.padded_vocab_size, bias=True,
                                                       block_size=max([512, *args.train]))
-        model = GPT(GPTConfig(**{f.name: values[f.name] for f in fields(GPTConfig) if f.name in values}))
+        config = theirs.GPTConfig(**{f.name: values[f.name] for f in fields(theirs.GPTConfig) if f.name in values})
+        model = theirs.GPT(config)
         if hasattr(model, "lm_head"):  # nanoGPT ties it to the embedding: untied, as here, to be of one size
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         cases.append(Case("/".join(os.path.abspath(args.against).split("/")[-2:]), model, device))
@@ -86,20 +82,17 @@ def build(args, device):
 
 
 def other(path):
-    """GPT and GPTConfig of another nanoGPT-style model.py, whose own imports come from beside it."""
+    """Another nanoGPT-style model.py, with GPT and GPTConfig, whose own imports come from beside it."""
     if not os.path.isfile(path):
         raise UsageError(f"against={path}: no such file; give the path of a model.py with GPT and GPTConfig")
     ours = {name: sys.modules.pop(name) for name in ("model", "attention", "positional")}
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     try:
-        module = importlib.import_module(os.path.basename(path).removesuffix(".py"))
-        return module.GPT, module.GPTConfig
+        return importlib.import_module(os.path.basename(path).removesuffix(".py"))
     finally:
         sys.path.pop(0)
         sys.modules.update(ours)
 
-
-# ---------------------------------------------------------------- measuring
 
 def held(device, peak=False):
     """Bytes held now, or with `peak` at most since the last call without; 0 where the system does not say."""
@@ -115,7 +108,7 @@ def held(device, peak=False):
         return 0
 
 
-def measure(turn, device, clock=time.perf_counter):
+def measure(turn, device, clock):
     """(seconds, bytes above those held before) of one call."""
     before, began = held(device), clock()
     if device.type == "cuda":
@@ -136,31 +129,28 @@ def spread(values):
 
 
 def compare(cases, kind, length, dtype, args, device):
-    """One row a case: each takes args.repeats turns, after args.warmup that do not count. With --profile, no rows."""
+    """Show and return one row a case: each takes args.repeats turns, after args.warmup that do not count."""
     cases = [case for case in cases if kind == "train" or not case.name.endswith(" compiled")]  # these run eagerly
-    config, base = cases[0].model.config, cases[0].name
+    first, config = cases[0].model, cases[0].model.config
     batch = {"train": args.batch_size, "eval": max(1, args.batch_size * 512 // length), "generate": 1}[kind]
     idx, targets = torch.randint(config.vocab_size, (2, batch, length)).to(device)
-
-    def turn_of(case):
-        def turn():
-            with own.autocast_for(device, dtype)():
-                getattr(case, kind)(idx, targets)
-        return turn
-
-    turns = {case.name: turn_of(case) for case in cases}
+    autocast = own.autocast_for(device, dtype)()
+    turns = {case.name: autocast(partial(getattr(case, kind), idx, targets)) for case in cases}
     if kind == "generate":
         for case in cases:
-            case.generate(idx, targets, room=(args.warmup + args.repeats + 2) * NEW)
+            case.caches = [Cache(length + (args.warmup + args.repeats + 2) * NEW) for _ in case.model.blocks]
+            with torch.inference_mode():
+                case.model.eval().hidden(idx, caches=case.caches)
     if kind == "eval":  # attention's kernel alone, in all layers together
-        q = torch.randn(batch, config.n_head, length, config.head_dim, device=device, dtype=DTYPES[dtype])
-        turns["attention alone"] = lambda: [F.scaled_dot_product_attention(q, q, q, is_causal=True)
-                                            for _ in range(config.n_layer)]
+        q = torch.randn(batch, config.n_head, length, config.head_dim, device=device, dtype=getattr(torch, dtype))
+        turns["attention alone"] = lambda: [scaled_dot_product_attention(q, q, q, is_causal=True) for _ in first.blocks]
     n = 8192 if device.type == "cuda" else 2048
-    a = torch.randn(n, n, device=device, dtype=DTYPES[dtype])
+    a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
     turns["product"] = lambda: a @ a
     if args.profile:
-        return [print(profile(turn, name, device), flush=True) for name, turn in turns.items()][:0]
+        for name, turn in turns.items():
+            print(profile(turn, name, device), flush=True)
+        return []
     for turn in [*turns.values()] * args.warmup:
         turn()
     clock = time.process_time if args.cpu_time else time.perf_counter
@@ -171,21 +161,20 @@ def compare(cases, kind, length, dtype, args, device):
     times = {name: [seconds for seconds, _ in pairs] for name, pairs in seen.items()}
     rate = 2 * n ** 3 / statistics.median(times.pop("product"))
     tokens, context = (NEW, length) if kind == "generate" else (batch * length, length / 2)
-    counts = {case.name: case.model if type(case.model) is own.GPT else cases[0].model for case in cases}
-    flops = {name: model.flops_per_token(context) for name, model in counts.items()}
-    flops["attention alone"] = flops[base] - counts[base].flops_per_token(0)
-    sizes, rows = {case.name: case.parameters for case in cases}, []
+    flops = {c.name: (c.model if type(c.model) is own.GPT else first).flops_per_token(context) for c in cases}
+    flops["attention alone"] = first.flops_per_token(context) - first.flops_per_token(0)
+    sizes = {case.name: sum(p.numel() for p in case.model.parameters()) for case in cases} | {"attention alone": 0}
+    rows = []
     for name, values in times.items():
-        (seconds, error), (ratio, off) = spread(values), spread([a / b for a, b in zip(values, times[base])])
+        (seconds, error), (ratio, off) = spread(values), spread([a / b for a, b in zip(values, times[cases[0].name])])
         need = tokens * flops[name] / (1 if kind == "train" else 3)  # 6 per weight are 2 forward, 4 backward
         rows.append({"kind": kind, "length": length, "batch": batch, "dtype": dtype, "case": name,
-                     "parameters": sizes.get(name, 0), "ms": seconds * 1e3, "ms_error": error * 1e3, "ratio": ratio,
+                     "parameters": sizes[name], "ms": seconds * 1e3, "ms_error": error * 1e3, "ratio": ratio,
                      "ratio_error": off, "tokens_per_s": tokens / seconds, "memory": max(m for _, m in seen[name]),
                      "mfu": need / seconds / rate, "floor_ms": need / rate * 1e3, "product_flops_per_s": rate})
+    print(table(rows), flush=True)
     return rows
 
-
-# ---------------------------------------------------------------- showing
 
 def table(rows):
     head = {"train": "training step", "eval": "evaluation", "generate": f"{NEW} new tokens"}[rows[0]["kind"]]
@@ -197,34 +186,33 @@ def table(rows):
             f"{rows[0]['product_flops_per_s'] / 1e9:,.0f} GFLOP/s\n" + layout(lines))
 
 
-def profile(turn, name, device, top=16):
-    """The operations that take the most time of their own in one turn."""
-    cuda = device.type == "cuda"
+def profile(turn, name, device):
+    """The 16 operations that take the most time of their own in one turn."""
     turn()
     with torch.profiler.profile() as seen:  # whatever the machine can record
         turn()
-    cost = [((e.self_device_time_total if cuda else e.self_cpu_time_total) / 1e3, e.key[:70], e.count)
-            for e in seen.key_averages()]
+    clock = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    cost = sorted([(getattr(e, clock) / 1e3, e.key[:70], e.count) for e in seen.key_averages()], reverse=True)
     total = sum(ms for ms, *_ in cost)
     return f"\n{name}: {total:,.1f} ms\n" + layout([["operation", "ms", "share", "calls"]] + [
-        [key, f"{ms:,.1f}", f"{ms / total:.1%}", str(count)] for ms, key, count in sorted(cost, reverse=True)[:top]])
+        [key, f"{ms:,.1f}", f"{ms / total:.1%}", str(count)] for ms, key, count in cost[:16]])
 
 
 def scaling(rows, path):
     """Fit the time of one window of T tokens by a T + b T^2 (least squares of relative errors), compare b with that of
     attention's kernel alone, and draw all."""
-    fits, points, lines = {}, {}, [["", "a (us/token)", "b (ns/token^2)", "b over attention alone"]]
+    points, fits = {}, {}
     for name in dict.fromkeys(r["case"] for r in rows):
         T, t = np.array([(r["length"], r["ms"] * 1e3 / r["batch"]) for r in rows if r["case"] == name]).T
-        terms = np.stack((T, T ** 2), 1) / t[:, None]
-        fits[name] = np.linalg.lstsq(terms, np.ones_like(t), rcond=None)[0]
         points[name] = T, t / T
-    for name, (a, b) in fits.items():
-        lines.append([name, f"{a:.3f}", f"{b * 1e3:.4f}", f"{b / fits['attention alone'][1]:.3f}"])
+        fits[name] = np.linalg.lstsq(np.stack((T, T ** 2), 1) / t[:, None], np.ones_like(t), rcond=None)[0]
+    lines = [["", "a (us/token)", "b (ns/token^2)", "b over attention alone"]]
     with picture(path, 1, 1, figsize=(6, 4)) as axis:
-        for name, (T, each) in points.items():
+        for name, (a, b) in fits.items():
+            T, each = points[name]
+            lines.append([name, f"{a:.3f}", f"{b * 1e3:.4f}", f"{b / fits['attention alone'][1]:.3f}"])
             line, = axis.loglog(T, each, "o", markersize=3)
-            axis.loglog(T, fits[name][0] + fits[name][1] * T, color=line.get_color(), linewidth=1, label=name)
+            axis.loglog(T, a + b * T, color=line.get_color(), linewidth=1, label=name)
         axis.set(xlabel="window length T (tokens)", ylabel="microseconds per token", title="lines: a + b T")
         axis.legend(fontsize=8)
     return "\ntime = a T + b T^2\n" + layout(lines)
@@ -259,7 +247,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     args.inputs = [args.against] * bool(args.against)
     check_outputs(args)
-    if not set(args.dtype.split(",")) <= DTYPES.keys():
+    if not set(args.dtype.split(",")) <= {"float32", "bfloat16"}:
         raise UsageError(f"dtype={args.dtype}: use float32, bfloat16 or float32,bfloat16")
     if args.against and (args.eval or args.generate):
         raise UsageError(f"against={args.against}: is timed in training only; leave --eval and --generate out")
@@ -270,11 +258,9 @@ def main(argv=None):
     cases, rows = build(args, device), []
     where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     print(where + ", seconds of CPU" * args.cpu_time)
-    for kind, length, dtype in [(kind, length, dtype) for kind in ("train", "eval", "generate")
-                                for length in getattr(args, kind) for dtype in args.dtype.split(",")]:
-        if new := compare(cases, kind, length, dtype, args, device):
-            print(table(new), flush=True)
-            rows += new
+    for kind in ("train", "eval", "generate"):
+        for length, dtype in product(getattr(args, kind), args.dtype.split(",")):
+            rows += compare(cases, kind, length, dtype, args, device)
     if args.json:
         kept = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "inputs")}
         write_json(args.json, {"where": where, "rows": rows, "arguments": kept})

@@ -7,7 +7,7 @@ Every batch is a pure function of (seed, step, index in the batch), and dropout 
 of ranks sees the same sequences, and a resumed run continues exactly. Output: OUT/ckpt.pt and OUT/log.jsonl.
 """
 import argparse, hashlib, json, math, os, platform, shutil, signal, subprocess, sys, time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, fields
 
 import numpy as np
@@ -106,71 +106,59 @@ class Ranks:
     """The processes of one run: this one's rank, their number, the device, and sums over all."""
     def __init__(self, wanted):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local = int(os.environ.get("LOCAL_RANK", 0))
         self.device = device_of(wanted)
         if self.device.type == "mps" and self.size > 1:
             raise UsageError("device=mps: needs a single process; use --device=cpu")
         if self.device.type == "cuda":
-            if local >= torch.cuda.device_count():
-                raise UsageError(f"device=cuda: rank {local} of this machine has no GPU, there are "
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            if self.device.index >= torch.cuda.device_count():
+                raise UsageError(f"device=cuda: rank {self.device.index} of this machine has no GPU, there are "
                                  f"{torch.cuda.device_count()}; use --device=cpu or a smaller --nproc_per_node")
-            self.device = torch.device("cuda", local)
             torch.cuda.set_device(self.device)
         if "RANK" in os.environ:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
     def sum(self, values):
         """values (a list of numbers or scalar tensors) summed over the ranks, as Python floats."""
-        # MPS has no float64 and is always alone
-        total = torch.stack([torch.as_tensor(v, device=self.device).float() for v in values])
+        total = torch.stack([torch.as_tensor(v, device=self.device).float() for v in values])  # MPS has no float64
         if dist.is_initialized():
             total = total.double()
             dist.all_reduce(total)
         return total.tolist()
 
-    def barrier(self):
-        if dist.is_initialized():
-            dist.barrier()
-
-
-# ---------------------------------------------------------------- data
 
 def draw(seed, step, index):
-    """Two independent 63-bit integers for sequence `index` of the batch of `step`: where it starts, and its sequence id."""
+    """Two independent 63-bit integers for sequence `index` of a step's batch: where it starts, and its sequence id."""
     digest = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=16).digest()
-    return (int.from_bytes(digest[:8], "little") >> 1, int.from_bytes(digest[8:], "little") >> 1)
+    return int.from_bytes(digest[:8], "little") >> 1, int.from_bytes(digest[8:], "little") >> 1
 
 
 def training_batch(shards, settings, step, indices):
     """Inputs and targets (len(indices), block_size) int64 and sequence ids (len(indices),), all on the CPU."""
     length = settings["block_size"]
-    drawn = [draw(settings["seed"], step, index) for index in indices]
-    rows = np.stack([shards.read(start % (len(shards) - length), length + 1) for start, _ in drawn])
-    rows = torch.from_numpy(rows)
-    return rows[:, :-1], rows[:, 1:], torch.tensor([sequence for _, sequence in drawn])
+    starts, sequence = zip(*(draw(settings["seed"], step, index) for index in indices))
+    rows = torch.from_numpy(np.stack([shards.read(start % (len(shards) - length), length + 1) for start in starts]))
+    return rows[:, :-1], rows[:, 1:], torch.tensor(sequence)
 
 
 @torch.no_grad()
 def validation_loss(model, shards, settings, ranks, autocast):
     """Mean loss in nats over the same windows at every call, whatever the number of ranks. Uses no randomness."""
-    length = settings["block_size"]
+    length, total = settings["block_size"], 0.0
     windows = min(settings["eval_tokens"], len(shards) - 1) // length
-    per_pass = max(1, settings["batch_size"] // (ranks.size * settings["grad_accum"]))
+    per_pass = settings["batch_size"] // (ranks.size * settings["grad_accum"])
     mine = range(ranks.rank, windows, ranks.size)
-    total = 0.0
     model.eval()
     for first in range(0, len(mine), per_pass):
-        chosen = list(mine[first:first + per_pass])
-        rows = torch.from_numpy(np.stack([shards.read(w * length, length + 1) for w in chosen])).to(ranks.device)
-        sequence = torch.tensor(chosen, device=ranks.device)
+        sequence = torch.tensor(mine[first:first + per_pass])
+        rows = np.stack([shards.read(w * length, length + 1) for w in sequence.tolist()])
+        rows, sequence = torch.from_numpy(rows).to(ranks.device), sequence.to(ranks.device)
         with autocast():  # forward is never the compiled one: another mode or a short last batch would compile anew
             losses = model.forward(rows[:, :-1], rows[:, 1:], sequence, reduction="none")[1]
         total += losses.cpu().double().sum().item()
     model.train()
     return ranks.sum([total])[0] / (windows * length)
 
-
-# ---------------------------------------------------------------- optimization
 
 def learning_rate(settings, step):
     """Rate of optimizer step `step`, counted from 0."""
@@ -194,33 +182,32 @@ def make_optimizer(model, settings, device):
 
 def load_moments(optimizer, saved, path):
     """What AdamW remembers of every parameter, if it is that; its settings are this run's own."""
-    def like(*shape):
+    def like(shape):
         return lambda value: is_weights({"": value}) and value.shape == shape
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = {i: {"step": like()} | dict.fromkeys(("exp_avg", "exp_avg_sq"), like(*p.shape)) for i, p in enumerate(params)}
-    if wrong := misfit(saved, {"state": dict}) or saved["state"] and misfit(saved["state"], moments):  # {}: before step 1
+    shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
+    moments = {i: {"step": like(()), "exp_avg": like(s), "exp_avg_sq": like(s)} for i, s in enumerate(shapes)}
+    if wrong := misfit(saved, {"state": dict}) or saved["state"] and misfit(saved["state"], moments):  # {}: no step yet
         raise CheckpointError(f"{path}: its optimizer is not that of its model: {wrong}; --init_from takes the weights alone")
     optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
 
 
-# ---------------------------------------------------------------- output
-
 def save_checkpoint(path, model, optimizer, step, settings, meta):
     """Whole or absent, so that a run killed while saving has its previous checkpoint."""
-    content = {"config": asdict(model.config), "model": model.state_dict(), "optimizer": optimizer.state_dict(),
-               "step": step, "train": settings, "data": meta}
     with whole(path, "wb") as file:
-        torch.save(content, file)
+        torch.save({"config": asdict(model.config), "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                    "step": step, "train": settings, "data": meta}, file)
 
 
 class Log:
-    """log.jsonl, one JSON object a line: first what the run is, then its steps and validation losses."""
-    def __init__(self, path, keep_before):
-        """Resuming at step n drops what an earlier run logged after it, having saved nothing of it."""
+    """log.jsonl, one JSON object a line: first what the run is, then its steps and validation losses. Resuming drops
+    what was logged after the saved step, and lines that a crash has cut short or spoilt."""
+    def __init__(self, path, resumed_at):
         kept = []
-        if keep_before is not None and os.path.exists(path):
-            with open(path, errors="replace") as file:
-                kept = [line for line in file if logged_step(line) <= keep_before]
+        if resumed_at is not None and os.path.exists(path):
+            for line in open(path, errors="replace"):
+                with suppress(ValueError, LookupError, TypeError):
+                    if line.endswith("}\n") and float(json.loads(line)["step"]) <= resumed_at:
+                        kept.append(line)
         with whole(path) as file:
             file.writelines(kept)
         self.file = open(path, "a", buffering=1)
@@ -229,25 +216,15 @@ class Log:
         self.file.write(json.dumps(entry) + "\n")
 
 
-def logged_step(line):
-    """The step of a line of the log; inf for a line that a crash has cut short or spoilt."""
-    try:
-        return float(json.loads(line)["step"]) if line.endswith("}\n") else math.inf
-    except (ValueError, LookupError, TypeError):
-        return math.inf
-
-
-def environment(device, ranks):
+def environment(ranks):
     """What a reader of the log needs to know of the machine and the source."""
     def git(*words):
         here = os.path.dirname(os.path.abspath(__file__))
-        try:
+        with suppress(OSError, subprocess.CalledProcessError):  # None without git or its records
             return subprocess.run(("git", *words), cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None
     changed = git("status", "--porcelain", "--untracked-files=no")
     return {"commit": git("rev-parse", "HEAD"), "changed": None if changed is None else bool(changed),
-            "python": platform.python_version(), "torch": torch.__version__, "device": device_name(device),
+            "python": platform.python_version(), "torch": torch.__version__, "device": device_name(ranks.device),
             "ranks": ranks.size, "threads": torch.get_num_threads()}
 
 
@@ -255,13 +232,11 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
 
-# ---------------------------------------------------------------- the run
-
 def resumed_settings(settings, given, checkpoint, path):
-    """A resumed run has the checkpoint's settings. A flag that says otherwise is refused, but for those that say where and
-    how the same run is computed. (Of these, dtype changes rounding, and grad_accum dropout's masks.)"""
+    """A resumed run has the checkpoint's settings. A flag that says otherwise is refused, but for those that say where
+    and how the same run is computed. (Of these, dtype changes rounding, and grad_accum dropout's masks.)"""
     old = {name: checkpoint["train"].get(name) for name in settings}
-    for name, _, kind, _ in (*KNOBS, ("config", "", str, "")):  # as strict as the command line: it may come from anybody
+    for name, _, kind, _ in (*KNOBS, ("config", "", str, "")):  # as strict as the command line: it may be anybody's
         with suppress(argparse.ArgumentTypeError):
             if isinstance(old[name], (str, int, float)) and kind(str(old[name])) == old[name]:
                 continue
@@ -270,13 +245,11 @@ def resumed_settings(settings, given, checkpoint, path):
         if settings[name] != old[name]:
             raise UsageError(f"{name}={settings[name]}: {path} was trained with {name}={old[name]}; "
                              f"leave --{name} out, or choose another --out")
-    return old | {name: settings[name] for name in FREE_ON_RESUME if name in given or name in ("out", "resume")} \
-        | {"overwrite": False, "stop_at": settings["stop_at"]}
+    return old | {name: settings[name] for name in given & FREE_ON_RESUME | {"out", "resume", "overwrite", "stop_at"}}
 
 
 def train(settings, given, ranks):
-    path = os.path.join(settings["out"], "ckpt.pt")
-    checkpoint = None
+    path, checkpoint = os.path.join(settings["out"], "ckpt.pt"), None
     if os.path.exists(path) and not settings["overwrite"]:
         if not settings["resume"]:
             raise UsageError(f"out={settings['out']}: holds a checkpoint; go on with --resume, start over with "
@@ -284,51 +257,43 @@ def train(settings, given, ranks):
         checkpoint = read_checkpoint(path)
         settings = resumed_settings(settings, given, checkpoint, path)
         check(settings)
-    shards, held_out = TokenShards(settings["data"], "train"), TokenShards(settings["data"], "val")
+    data, batch_size, block_size, grad_accum = map(settings.get, ("data", "batch_size", "block_size", "grad_accum"))
+    shards, held_out = TokenShards(data, "train"), TokenShards(data, "val")
     for split, row in (("train", shards), ("val", held_out)):
-        if len(row) <= settings["block_size"]:
-            raise UsageError(f"block_size={settings['block_size']}: the {split} split of {settings['data']} has only "
-                             f"{len(row)} tokens")
-    if settings["batch_size"] % (ranks.size * settings["grad_accum"]):
-        raise UsageError(f"batch_size={settings['batch_size']}: must be a multiple of ranks x grad_accum = "
-                         f"{ranks.size} x {settings['grad_accum']}")
+        if len(row) <= block_size:
+            raise UsageError(f"block_size={block_size}: the {split} split of {data} has only {len(row)} tokens")
+    micro, rest = divmod(batch_size, ranks.size * grad_accum)
+    if rest:
+        raise UsageError(f"batch_size={batch_size}: must be a multiple of ranks x grad_accum = "
+                         f"{ranks.size} x {grad_accum}")
     if checkpoint and checkpoint["data"]["shards"] != shards.meta["shards"]:
-        raise UsageError(f"data={settings['data']}: not the tokens that {path} was trained on")
-    device = ranks.device
+        raise UsageError(f"data={data}: not the tokens that {path} was trained on")
+    device, leader = ranks.device, ranks.rank == 0
     autocast = autocast_for(device, settings["dtype"])
     low = autocast.keywords["enabled"]
 
-    micro = settings["batch_size"] // (ranks.size * settings["grad_accum"])
-
-    def batch(step, accum):
-        """What this rank takes in pass `accum` of a step: r micro ... (r + 1) micro of the pass's sequences."""
-        begin = (accum * ranks.size + ranks.rank) * micro
-        drawn = training_batch(shards, settings, step, range(begin, begin + micro))
-        return [t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device) for t in drawn]
-
-    model = GPT(model_config(settings, shards.vocab_size))
-    if settings["init_from"] and not checkpoint:
-        upgrade(model, settings["init_from"])
+    model = GPT(model_config(settings, shards.vocab_size)).to(device)
+    optimizer = make_optimizer(model, settings, device)
+    first = checkpoint["step"] if checkpoint else 0
     if checkpoint:
         if asdict(model.config) != checkpoint["config"]:
-            raise CheckpointError(f"{path}: its config is not that of its settings and of {settings['data']}")
+            raise CheckpointError(f"{path}: its config is not that of its settings and of {data}")
         model.load_weights(checkpoint["model"], path)
-    model.to(device)
-    optimizer = make_optimizer(model, settings, device)
-    first = 0
-    if checkpoint:
         load_moments(optimizer, checkpoint.get("optimizer"), path)
-        first = checkpoint["step"]
+    elif settings["init_from"]:  # weights of another mechanism that this one equals at birth (positional.UPGRADES)
+        source = read_checkpoint(settings["init_from"])
+        check_upgrade(source["config"]["pos"], settings["pos"])
+        for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
+            if (old := source["config"][name]) != (new := getattr(model.config, name)):
+                raise UsageError(f"init_from={settings['init_from']}: has {name}={old}, this run {new}")
+        model.load_weights(source["model"], settings["init_from"], missing_ok=lambda name: ".position.steps." in name)
     if settings["compile"]:
         if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
             raise UsageError("compile=true: torch.compile needs a C++ compiler on CPU; install g++ or leave it out")
         model.compile(fullgraph=True, dynamic=False)
-    wrapped = model
-    if dist.is_initialized():
-        wrapped = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
 
-    ranks.barrier()  # nobody writes before everybody has checked
-    leader = ranks.rank == 0
+    ranks.sum([0])  # they meet: nobody writes before everybody has checked
     if leader:
         os.makedirs(settings["out"], exist_ok=True)
         if settings["overwrite"] and os.path.exists(path):
@@ -336,7 +301,7 @@ def train(settings, given, ranks):
         log = Log(os.path.join(settings["out"], "log.jsonl"), first if checkpoint else None)
         n_params = sum(p.numel() for p in model.parameters())
         mechanism = sum(p.numel() for name, p in model.named_parameters() if ".position." in name)
-        log.write(step=first, run=settings, environment=environment(device, ranks), parameters=n_params)
+        log.write(step=first, run=settings, environment=environment(ranks), parameters=n_params)
         tqdm.write(f"{settings['pos']}: {n_params:,} parameters, {mechanism:,} of them the mechanism's; "
                    f"{device_name(device)} x {ranks.size}, {'bfloat16 autocast' if low else 'float32'}; "
                    f"{settings['out']}{f', resumed at step {first}' if checkpoint else ''}")
@@ -346,36 +311,40 @@ def train(settings, given, ranks):
         signal.signal(name, lambda which, _: stop_signals.append(which))
 
     last = min(settings["max_steps"], settings["stop_at"] or settings["max_steps"])
-    per_step = settings["batch_size"] * settings["block_size"]
+    per_step = batch_size * block_size
     peak = next((value for name, value in PEAK.items() if name in device_name(device)), None) if low else None
-    flops = model.flops_per_token(settings["block_size"])
+    flops = model.flops_per_token(block_size)
+
+    def batches():
+        """What this rank takes in each pass of each step: r micro ... (r + 1) micro of the pass's sequences."""
+        for step in range(first, last):
+            for begin in range(ranks.rank * micro, batch_size, ranks.size * micro):
+                yield [t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+                       for t in training_batch(shards, settings, step, range(begin, begin + micro))]
+
     bar = tqdm(total=last, initial=first, unit="step", disable=None if leader else True, leave=False)
     model.train()
-    step, logged, started = first, first, time.perf_counter()
-    ahead = batch(step, 0)
+    step, logged, started, finished = first, first, time.perf_counter(), first >= last
+    coming = batches()
+    ahead = next(coming, None)
 
-    while step < last:
+    while not finished:
         lr = learning_rate(settings, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss = torch.zeros((), device=device)
-        for accum in range(settings["grad_accum"]):
-            idx, targets, sequence = ahead
+        for accum in range(grad_accum):
             torch.manual_seed(draw(settings["seed"], step, f"dropout {accum} {ranks.rank}")[0])
-            wait = dist.is_initialized() and accum + 1 < settings["grad_accum"]  # ranks meet at the last pass only
-            with wrapped.no_sync() if wait else nullcontext():
-                with autocast():
-                    share = wrapped(idx, targets, sequence)[1] / settings["grad_accum"]
-                share.backward()
+            wrapped.require_backward_grad_sync = accum + 1 == grad_accum  # DDP: ranks meet at the last pass only
+            with autocast():
+                share = wrapped(*ahead)[1] / grad_accum
+            share.backward()
             loss += share.detach()
-            following = step + (accum + 1) // settings["grad_accum"]
-            if following < last:  # the next batch is read while the device still computes this one
-                ahead = batch(following, (accum + 1) % settings["grad_accum"])
+            ahead = next(coming, None)  # the next batch is read while the device still computes this one
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip"] or math.inf)
-        total, norm, stopping = ranks.sum([loss, norm, float(bool(stop_signals))])
-        loss, norm = total / ranks.size, norm / ranks.size
+        loss, norm, stopping = (total / ranks.size for total in ranks.sum([loss, norm, float(bool(stop_signals))]))
         if not math.isfinite(loss + norm):
-            raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {norm}; {diverged(path, settings)}")
+            raise diverged(f"step {step + 1}: loss {loss}, gradient norm {norm}", path, settings)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
@@ -393,44 +362,29 @@ def train(settings, given, ranks):
                        + (f"MFU {mfu:.0%}  " if mfu else "") + f"ETA {tqdm.format_interval(seconds * (last - step))}")
             logged, started = step, time.perf_counter()
         if step % settings["eval_interval"] == 0 or finished:
-            began = time.perf_counter()
-            val = None
+            began, val = time.perf_counter(), None
             if not stopping or step == last:  # who sends a signal may not wait for a validation
                 val = validation_loss(model, held_out, settings, ranks, autocast)
             if not math.isfinite(val or 0) or not all(p.isfinite().all() for p in model.parameters()):
-                raise FloatingPointError(f"step {step}: validation loss {val}, or a weight not finite; "
-                                         + diverged(path, settings))
+                raise diverged(f"step {step}: validation loss {val}, or a weight not finite", path, settings)
             if leader and val is not None:
                 log.write(step=step, val=val, perplexity=math.exp(min(val, 700)))
                 tqdm.write(f"step {step:>6}  validation loss {val:.4f}, perplexity {math.exp(min(val, 700)):.3f}")
             if leader:
                 save_checkpoint(path, model, optimizer, step, settings, shards.meta)
             started += time.perf_counter() - began  # the next line's ms are of training alone
-        if finished:
-            break
 
     bar.close()
     if leader:
         if step == first and not checkpoint:
             save_checkpoint(path, model, optimizer, step, settings, shards.meta)
         tqdm.write(f"{path} is at step {step}" + ("; stopped by a signal, go on with --resume" if step < last else ""))
-    ranks.barrier()  # nobody takes the connections down while the first rank still saves
+    ranks.sum([0])  # they meet: nobody takes the connections down while the first rank still saves
 
 
-def diverged(path, settings):
+def diverged(what, path, settings):
     kept = f"{path} keeps an earlier step" if os.path.exists(path) else "no checkpoint had been saved"
-    return f"nothing of it was saved, {kept}; try a smaller --lr than {settings['lr']}"
-
-
-def upgrade(model, source):
-    """Start from the weights of another mechanism that the model equals at birth (positional.UPGRADES)."""
-    checkpoint = read_checkpoint(source)
-    old, new = GPTConfig(**checkpoint["config"]), model.config
-    check_upgrade(old.pos, new.pos)
-    for name in ("vocab_size", "n_layer", "n_head", "n_embd"):
-        if getattr(old, name) != getattr(new, name):
-            raise UsageError(f"init_from={source}: has {name}={getattr(old, name)}, this run {getattr(new, name)}")
-    model.load_weights(checkpoint["model"], source, missing_ok=lambda name: ".position.steps." in name)
+    return FloatingPointError(f"{what}; nothing of it was saved, {kept}; try a smaller --lr than {settings['lr']}")
 
 
 @program
