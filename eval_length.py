@@ -289,17 +289,19 @@ def layout(lines):
 def plot(results, path):
     """Ratio against length, loss against position, and recall where it was probed; the training length is marked.
     Models trained at several lengths are drawn against multiples of these."""
-    recall, trained = any(r["recall"] for r in results), {r["block_size"] for r in results}
+    recall, several = any(r["recall"] for r in results), len({r["block_size"] for r in results}) > 1
+    trained = 1 if several else results[0]["block_size"]
     with picture(path, 1, 2 + recall, figsize=(6 * (2 + recall), 4.5)) as axes:
-        for name, r in zip(row_names(results), results):
-            unit, binned = r["block_size"] if len(trained) > 1 else 1, r["by_position"]
+        for i, (name, r) in enumerate(zip(row_names(results), results)):
+            style = {"label": name, "color": f"C{i % 10}"}
+            unit, binned = r["block_size"] if several else 1, r["by_position"]
             for axis, rows, x, y in (axes[0], r["lengths"], "length", "ratio"), (axes[-1], r["recall"], "gap", "gain"):
                 shown = [row for row in rows if math.isfinite(row[y])]
                 if rows:
-                    axis.errorbar([row[x] / unit for row in shown], [row[y] for row in shown], label=name, marker="o",
+                    axis.errorbar([row[x] / unit for row in shown], [row[y] for row in shown], **style, marker="o",
                                   markersize=3, yerr=[row[f"{y}_error"] or 0 for row in shown])
             edges = [*binned["first_position"], binned["length"]]
-            axes[1].plot([math.sqrt((a + 1) * b) / unit for a, b in zip(edges, edges[1:])], binned["loss"], label=name)
+            axes[1].plot([math.sqrt((a + 1) * b) / unit for a, b in zip(edges, edges[1:])], binned["loss"], **style)
         titles = [("window length", "perplexity / perplexity at the training length"),
                   ("position in the longest window", "loss (nats per token)"),
                   ("gap between the copies", "gain on the second copy (nats per token)")]
@@ -307,11 +309,11 @@ def plot(results, path):
         axes[0].yaxis.set_major_formatter("{x:g}")
         axes[0].yaxis.set_minor_formatter("{x:g}")
         for axis, (x, y) in zip(axes, titles):
-            near_zero = {"linthresh": max(trained) / unit / 4} if x.startswith("gap") else {}  # a gap can be 0
+            near_zero = {"linthresh": trained / 4} if x.startswith("gap") else {}  # a gap can be 0
             axis.set_xscale("symlog" if near_zero else "log", base=2, **near_zero)
             axis.xaxis.set_major_formatter("{x:,g}")
-            axis.set(xlabel=f"{x} ({'tokens' if len(trained) == 1 else 'training lengths'})", ylabel=y)
-            axis.axvline(max(trained) / unit, color="gray", linestyle=":", linewidth=1)
+            axis.set(xlabel=f"{x} ({'training lengths' if several else 'tokens'})", ylabel=y)
+            axis.axvline(trained, color="gray", linestyle=":", linewidth=1)
             axis.grid(alpha=0.2)
         axes[0].legend(fontsize=8)
         axes[0].set_title("dotted: training length", fontsize=8, loc="right")

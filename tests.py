@@ -1860,10 +1860,12 @@ def test_a_picture_of_several_training_lengths_is_in_multiples_of_them(tmp_path,
     drawn, original = [], figure.Figure.savefig
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *a, **k: drawn.append(self) or original(self, *a, **k))
     rows = eval_length.summarize({64: np.ones(1024), 128: np.ones(1024)}, [64, 128], 64)
-    for sizes, words, ends in (([64, 64], "tokens", [128, 128]), ([64, 128], "training lengths", [2, 1])):
+    for sizes, words, ends, trained in (([64, 64], "tokens", [128, 128], 64), ([128, 64], "training lengths", [1, 2], 1)):
         eval_length.plot([result_of(rows, block_size=size) for size in sizes], f"{tmp_path}/p.png")
-        axis = drawn[-1].axes[0]
+        axis, losses = drawn[-1].axes[:2]
         assert words in axis.get_xlabel() and [c.lines[0].get_xdata()[-1] for c in axis.containers] == ends
+        assert axis.lines[-1].get_xdata()[0] == trained                              # the dotted line
+        assert [c.lines[0].get_color() for c in axis.containers] == [line.get_color() for line in losses.lines[:2]]
 
 
 def test_logn_starts_at_the_training_length():
