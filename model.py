@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from attention import Attention, Cache, precise
 from checks import CheckpointError, UsageError, count, integer, misfit, number, program
-from positional import check_position, make_position
+from positional import Position, check_position
 from prepare_data import get_tokenizer
 
 
@@ -79,7 +79,7 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.norm_1 = nn.LayerNorm(config.n_embd)
-        self.attention = Attention(config, make_position(config, layer))
+        self.attention = Attention(config, Position(config, layer))
         self.norm_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
