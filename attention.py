@@ -40,29 +40,28 @@ class Attention(nn.Module):
         B, T, C = x.shape
         frame = self.position(x, embedding, idx, sequence, cache and cache.state)
         qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)    # (3, B, H, T, D)
-        dtype = qkv.dtype
+        path, dtype = isinstance(frame.qk, Path), qkv.dtype
 
-        # into the common frame, in float32 whatever autocast says; what is routed alike is moved in one go
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):    # q, k, v have its type already, routes never do
+            # move in: into the common frame, what is routed alike in one go
             if frame.v is frame.qk:
                 q, k, v = frame.qk.enter(qkv)
             else:
                 (q, k), v = frame.qk.enter(qkv[:2]), frame.v.enter(qkv[2])
             if frame.query_scale is not None:
                 q = q * frame.query_scale
+            q, k, v = (precise(t) if path else t.to(dtype) for t in (q, k, v))
 
-        path = isinstance(frame.qk, Path)                     # its keys are rewritten at every chunk: never rounded
-        q, k, v = (precise(t) if path else t.to(dtype) for t in (q, k, v))
-        past = (k, v, frame.key_bias) if cache is None else cache.append(k, v, frame)
-        if path:
-            y, k = path_attention(q, *past, frame.qk, self.window)
-            if cache is not None:
-                past[0][:, :, -k.size(2):] = k                # in the cache, of which past is a view
-        else:
-            y = causal_attention(q, *past, self.window)
+            # attend; PaTH rewrites its keys at every chunk, so they were not rounded
+            past = (k, v, frame.key_bias) if cache is None else cache.append(k, v, frame)
+            if path:
+                y, k = path_attention(q, *past, frame.qk, self.window)
+                if cache is not None:
+                    past[0][:, :, -k.size(2):] = k            # in the cache, of which past is a view
+            else:
+                y = causal_attention(q, *past, self.window)
 
-        with torch.autocast(x.device.type, enabled=False):
-            y = frame.v.leave(y).to(dtype)                                                    # back at each query
+            y = frame.v.leave(y).to(dtype)                    # move back, at each query
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -209,8 +208,7 @@ def prefix_product(m, level=1):
 
 
 class Path(Stay):
-    """PaTH's steps I - beta w w^T, w (B, H, T, D), beta (B, H, T). They shrink, so no frame is common to all tokens:
-    path_attention carries the keys."""
+    """PaTH's steps I - beta w w^T, for path_attention: w (B, H, T, D), beta (B, H, T)."""
     def __init__(self, w, beta):
         self.w, self.beta = w, beta
 
@@ -255,48 +253,45 @@ def append_bias(q, k, v, key_bias):
         second = (c - high).detach().bfloat16()                  # gradients pass through the first part alone
         parts = [high, second, (c - high - second).detach().bfloat16()]
         padding = -(D + 3) % 8          # CUDA's fused kernels want a multiple of 8; the CPU's do not
-    n = len(parts)
-    q = torch.cat((q, q.new_ones(B, H, T, n), q.new_zeros(B, H, T, padding)), dim=-1)
+    q = torch.cat((q, q.new_ones(B, H, T, len(parts)), q.new_zeros(B, H, T, padding)), dim=-1)
     k = torch.cat((k, torch.stack(parts, dim=-1).to(k.dtype), k.new_zeros(B, H, T, padding)), dim=-1)
-    return q, k, F.pad(v, (0, n + padding))  # fused kernels want values of the same size
+    return q, k, F.pad(v, (0, q.size(-1) - D))  # fused kernels want values of the same size
 
 
 def path_attention(q, k, v, key_bias, path, window=None, chunk=64):
     """Softmax attention where key j reaches query i by H_i ... H_{j+1}, H = I - beta w w^T (PaTH, arXiv 2505.16381).
 
     q: (B, H, T, D), the last T of S positions; path: their steps; k, v: (B, H, S, D), the first S - T keys carried to
-    where the queries begin; key_bias: (1 or B, H, S) or None; all in float32 or better. Returns the output (B, H, T, D)
-    and the keys carried to the last position, (B, H, S, D), less those that the window has passed.
+    where the queries begin; key_bias: (1 or B, H, S) or None; all in float32 or better, outside autocast. Returns the
+    output (B, H, T, D) and the keys carried to the last position, (B, H, S, D), less those that the window has passed.
 
     All keys before a chunk of queries are carried to its start, so that it sees them by plain products; then they are
     carried over it, k <- k - (k Y^T) W. With chunks of one token that is decoding. A chunk meets all its keys in one
-    softmax, and nothing is larger than chunk x S. The bias stays outside the scale 1/sqrt(D): exp(c_j - c_i) is then
-    the product of the forget gates on the way, whatever the head size."""
-    with torch.autocast(q.device.type, enabled=False):
-        T, D = q.shape[-2:]
-        past = k.size(2) - T                                                                  # keys before the queries
-        keys, k = k[:, :, :past], in_chunks(k[:, :, past:], chunk)
-        q, w = in_chunks(q * D ** -0.5, chunk), in_chunks(path.w, chunk)                      # (B, H, N, C, D)
-        C = q.size(3)
-        v = F.pad(v, (0, 0, 0, -T % C))
-        G = solve_steps(w, in_chunks(path.beta[..., None], chunk)[..., 0])
-        read, write = (q @ w.mT).tril() @ G, (w @ k.mT).tril(-1)
-        local = (q @ k.mT - read @ write).masked_fill(~see(C, C, None, q.device), float("-inf"))
-        q, y = q - read @ w, G @ w                                                            # q back to the start
-        k = k - (G @ write).mT @ w                                                            # k on to the end
-        out = torch.empty_like(q)  # one piece: pieces kept from each turn of the loop would scatter over the heap
-        for a, (q, k, w, y, local) in enumerate(zip(*(t.unbind(2) for t in (q, k, w, y, local)))):
-            start = past + a * C
-            stop, first = start + C, 0 if window is None else max(0, start - window + 1)
-            keys = keys[:, :, keys.size(2) - (start - first):]
-            logits = torch.cat((q @ keys.mT, local), dim=-1)                                  # (B, H, C, stop - first)
-            if key_bias is not None:  # from the chunk's start: small where it matters
-                c = key_bias[..., first:stop] - key_bias[..., start:start + 1].detach()
-                logits = logits + F.pad(c, (0, stop - first - c.size(-1))).to(q.device, q.dtype)[..., None, :]
-            if window is not None:
-                logits = logits.masked_fill(~see(C, stop - first, window, q.device), float("-inf"))
-            out[:, :, a] = logits.softmax(-1) @ v[:, :, first:stop]
-            keys = torch.cat((keys - (keys @ y.mT) @ w, k), dim=2)
+    softmax, and nothing is larger than chunk x S. The bias stays outside the scale 1/sqrt(D), as FoX defines it."""
+    T, D = q.shape[-2:]
+    past = k.size(2) - T                                                                  # keys before the queries
+    keys, k = k[:, :, :past], in_chunks(k[:, :, past:], chunk)
+    q, w = in_chunks(q * D ** -0.5, chunk), in_chunks(path.w, chunk)                      # (B, H, N, C, D)
+    C = q.size(3)
+    v = F.pad(v, (0, 0, 0, -T % C))
+    G = solve_steps(w, in_chunks(path.beta[..., None], chunk)[..., 0])
+    read, write = (q @ w.mT).tril() @ G, (w @ k.mT).tril(-1)
+    local = (q @ k.mT - read @ write).masked_fill(~see(C, C, None, q.device), float("-inf"))
+    q, y = q - read @ w, G @ w                                                            # q back to the start
+    k = k - (G @ write).mT @ w                                                            # k on to the end
+    out = torch.empty_like(q)  # one piece: pieces kept from each turn of the loop would scatter over the heap
+    for a, (q, k, w, y, local) in enumerate(zip(*(t.unbind(2) for t in (q, k, w, y, local)))):
+        start = past + a * C
+        stop, first = start + C, 0 if window is None else max(0, start - window + 1)
+        keys = keys[:, :, keys.size(2) - (start - first):]
+        logits = torch.cat((q @ keys.mT, local), dim=-1)                                  # (B, H, C, stop - first)
+        if key_bias is not None:  # from the chunk's start: small where it matters
+            c = key_bias[..., first:stop] - key_bias[..., start:start + 1].detach()
+            logits = logits + F.pad(c, (0, stop - first - c.size(-1))).to(q.device, q.dtype)[..., None, :]
+        if window is not None:
+            logits = logits.masked_fill(~see(C, stop - first, window, q.device), float("-inf"))
+        out[:, :, a] = logits.softmax(-1) @ v[:, :, first:stop]
+        keys = torch.cat((keys - (keys @ y.mT) @ w, k), dim=2)
     return out.flatten(2, 3)[:, :, :T], keys[:, :, :keys.size(2) - -T % C]
 
 

@@ -208,13 +208,14 @@ class GPT(nn.Module):
         # DDP and torch.compile wrap names, in either order
         weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in weights.items()}
         own = self.state_dict()
-        faults = {"missing": [name for name in own if name not in weights and not missing_ok(name)],
-                  "unknown": [name for name in weights if name not in own],
-                  "of another shape": [f"{name} {tuple(weights[name].shape)} instead of {tuple(p.shape)}"
-                                       for name, p in own.items() if name in weights and weights[name].shape != p.shape]}
-        if any(faults.values()):
-            raise CheckpointError(f"{path}: weights do not fit a model with pos={self.config.pos}; " + "; ".join(
-                f"{fault}: {', '.join(names) or 'none'}" for fault, names in faults.items()))
+        missing = [name for name in own if name not in weights and not missing_ok(name)]
+        unknown = [name for name in weights if name not in own]
+        wrong = [f"{name} {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
+                 for name in own if name in weights and weights[name].shape != own[name].shape]
+        if missing or unknown or wrong:
+            raise CheckpointError(f"{path}: weights do not fit a model with pos={self.config.pos}; missing: "
+                                  f"{', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}; "
+                                  f"of another shape: {', '.join(wrong) or 'none'}")
         self.load_state_dict(weights, strict=False)
 
 

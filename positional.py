@@ -25,11 +25,12 @@ import torch.nn.functional as F
 from attention import STAY, Blocks, Frame, Path, Reflections, Rotation, orthogonal, precise, prefix_product, unit
 from checks import UsageError
 
+MASK = 2 ** 32 - 1
+
 
 def prefix_sum(steps, start=None, dim=-2):
-    """Inclusive running sum along `dim`, in float64; `start` is the sum before the first step, or None.
-
-    float32 would lose a phase of 65,536 steps by several radians. MPS has no float64, so there the sum is on the CPU."""
+    """Inclusive running sum along `dim`, from `start` if there is one, in float64: float32 would lose a phase of 65,536
+    steps by several radians. MPS has no float64, so there the sum is on the CPU."""
     total = (steps.cpu() if steps.device.type == "mps" else steps).double().cumsum(dim)
     return total if start is None else total + start
 
@@ -43,11 +44,11 @@ class Steps(nn.Module):
         self.n_head, self.head_dim, self.seed, self.layer = config.n_head, config.head_dim, config.seed, layer
         # Two routes only when values take steps of their own; otherwise they travel on the queries' route.
         self.n_route = 2 if config.value_route == "own" else 1
-        # Of all that is random here, so that the numbers of the shared weights stay as they are.
+        # Seeds all that is random in a kind, apart from the shared weights: they are the same for every mechanism.
         self.key = scramble(scramble(config.seed) ^ layer)
 
     def frequencies(self, device=None):
-        """RoPE's w_p = base^(-2p/d) in radians, (D/2,) float32. Made anew each time: a buffer follows model.bfloat16()."""
+        """w_p = base^(-2p/d), radians per token, (D/2,) float32. Made anew: a buffer would follow model.bfloat16()."""
         plane = torch.arange(self.head_dim // 2, dtype=torch.float32, device=device)
         return self.base ** (-2 * plane / self.head_dim)
 
@@ -90,20 +91,15 @@ class RandomRotation(ConstantRotation):
         return self.split_lanes(uniform) * self.frequencies(x.device)
 
 
-MASK = 2 ** 32 - 1
-
-
 def scramble(h):
     """Mix 32 bits held in an int64 tensor (or a Python int): the lowbias32 hash (C. Wellons, "Hash Prospector", 2018).
 
     The second multiplier is written minus 2^32: equal modulo 2^32, and no product leaves the range of int64."""
     h = h ^ (h >> 16)  # a new tensor; from here in place, as passes over memory are all that this costs
-    h *= 0x7FEB352D
-    h &= MASK
-    h ^= h >> 15
-    h *= 0x846CA68B - 2 ** 32
-    h &= MASK
-    h ^= h >> 16
+    for factor, shift in ((0x7FEB352D, 15), (0x846CA68B - 2 ** 32, 16)):
+        h *= factor
+        h &= MASK
+        h ^= h >> shift
     return h
 
 
@@ -146,15 +142,14 @@ class LearnedReflection(Steps):
 class LearnedBlocks(Steps):
     """orth_qk, orth_qkv: step = (I - K)^-1 (I + K) in SO(n), the Cayley map of a skew K affine in the hidden state.
 
-    At birth K turns the planes (j, j + n/2) of a block as RoPE does, whatever the token: born as rope or rope_qkv, like
-    accrot, it differs in that its steps need not commute."""
+    At birth K turns the planes (j, j + n/2) of a block as RoPE does; unlike accrot's, its steps need not commute."""
     n = 4  # coordinates in a block: even, and a divisor of head_dim
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         i, j = torch.tril_indices(self.n, self.n, -1)
         bias = torch.zeros(self.n_head, self.head_dim // self.n, i.numel())
-        turn = torch.tan(self.frequencies() / 2).view(self.n // 2, -1)                        # Cayley's angle: 2 atan(K)
+        turn = torch.tan(self.frequencies() / 2).view(self.n // 2, -1)                    # Cayley's angle: 2 atan(K)
         bias[:, :, i - j == self.n // 2] = turn.T.to(bias.dtype)
         self.skew = nn.Linear(config.n_embd, bias.numel())
         self.skew.bias = nn.Parameter(bias.flatten())
@@ -177,8 +172,7 @@ class LearnedBlocks(Steps):
 class LearnedPath(Steps):
     """path (PaTH, arXiv 2505.16381): step = I - beta w w^T, with beta in (0, 2) it shrinks what lies along w.
 
-    As published: w = unit(SiLU(causal depthwise convolution over 3 tokens (linear of rank 32))), beta = 2 sigmoid of a
-    linear map, both of the hidden state."""
+    As published: w = unit(SiLU(depthwise convolution over 3 tokens (map of rank 32))), beta = 2 sigmoid(linear map)."""
     rank, taps = 32, 3
 
     def __init__(self, config, layer):
@@ -306,8 +300,8 @@ def check_upgrade(old, new):
 
 
 class Position(nn.Module):
-    """One layer's kind of step with its far-mass controls, chosen by pos, angles and value_route of config, a
-    model.GPTConfig. All its arithmetic is in float32 or better, outside autocast."""
+    """The kind of step of one layer with its far-mass controls, as config, a model.GPTConfig, says (pos, angles,
+    value_route). All its arithmetic is in float32 or better, outside autocast."""
     logn_from = None  # eval_length.py --logn: scale queries beyond this many tokens by ln(i + 1) / ln(logn_from)
 
     def __init__(self, config, layer=0):
