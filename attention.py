@@ -40,33 +40,30 @@ class Attention(nn.Module):
         B, T, C = x.shape
         frame = self.position(x, embedding, idx, sequence, cache and cache.state)
         qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)    # (3, B, H, T, D)
-        dtype = qkv.dtype
+        path, dtype = isinstance(frame.qk, Path), qkv.dtype
 
-        # into the common frame, in float32 whatever autocast says; what is routed alike is moved in one go
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):    # q, k, v have its type already, routes never do
+            # move in: into the common frame, what is routed alike in one go
             if frame.v is frame.qk:
                 q, k, v = frame.qk.enter(qkv)
             else:
                 (q, k), v = frame.qk.enter(qkv[:2]), frame.v.enter(qkv[2])
             if frame.query_scale is not None:
                 q = q * frame.query_scale
+            q, k, v = (precise(t) if path else t.to(dtype) for t in (q, k, v))
 
-        path = isinstance(frame.qk, Path)                     # its keys are rewritten at every chunk: never rounded
-        q, k, v = (precise(t) if path else t.to(dtype) for t in (q, k, v))
-        past = (k, v, frame.key_bias) if cache is None else cache.append(k, v, frame)
-        if path:
-            y, k = path_attention(q, *past, frame.qk, self.window)
-            if cache is not None:
-                cache.rewrite(k)
-        else:
-            y = cached_attention(q, *past, self.window)
+            # attend; PaTH rewrites its keys at every chunk, so they were not rounded
+            past = (k, v, frame.key_bias) if cache is None else cache.append(k, v, frame)
+            if path:
+                y, k = path_attention(q, *past, frame.qk, self.window)
+                if cache is not None:
+                    past[0][:, :, -k.size(2):] = k            # in the cache, of which past is a view
+            else:
+                y = causal_attention(q, *past, self.window)
 
-        with torch.autocast(x.device.type, enabled=False):
-            y = frame.v.leave(y).to(dtype)                                                    # back at each query
+            y = frame.v.leave(y).to(dtype)                    # move back, at each query
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
-
-# ---------------------------------------------------------------- ways in and out of the common frame
 
 class Stay:
     """The identity: nothing is routed. enter and leave take (..., B, H, T, D)."""
@@ -138,8 +135,7 @@ class Reflections:
 
     def enter(self, x):  # A_t^T x
         rows = in_chunks(precise(x), self.chunk)
-        rows = (rows - (rows @ self.w.mT).tril() @ self.y) @ self.start.mT
-        return rows.flatten(-3, -2)[..., :x.size(-2), :]
+        return ((rows - (rows @ self.w.mT).tril() @ self.y) @ self.start.mT).flatten(-3, -2)[..., :x.size(-2), :]
 
     def leave(self, x):  # A_t x
         rows = in_chunks(precise(x), self.chunk) @ self.start
@@ -212,31 +208,34 @@ def prefix_product(m, level=1):
 
 
 class Path(Stay):
-    """PaTH's steps I - beta w w^T, w (B, H, T, D), beta (B, H, T). They shrink, so no frame is common to all tokens:
-    path_attention carries the keys."""
+    """PaTH's steps I - beta w w^T, for path_attention: w (B, H, T, D), beta (B, H, T)."""
     def __init__(self, w, beta):
         self.w, self.beta = w, beta
 
 
-# ---------------------------------------------------------------- softmax over the past
-
 def causal_attention(q, k, v, key_bias=None, window=None):
-    """Softmax attention over j <= i. q, k, v: (B, H, T, D); key_bias: c of the bias -(c_i - c_j), (1 or B, H, T), or
-    None; window: None, or the number of keys a query sees, itself included. Memory is linear in T."""
-    T, D = q.shape[-2:]
+    """Softmax attention over j <= i. q: (B, H, T, D), the last T of S positions; k, v: (B, H, S, D); key_bias: c of the
+    bias -(c_i - c_j), (1 or B, H, S), or None; window: None, or the number of keys a query sees, itself included.
+
+    Memory is linear in S, but for a mask T x S where T < S. That is decoding, where T is 1 after the prompt."""
+    T, S, D = q.size(2), k.size(2), q.size(3)
+    if T < S:
+        mask = see(T, S, window, q.device) if T > 1 or window else None
+        if key_bias is not None:  # the plain difference -(c_i - c_j)
+            bias = (key_bias[..., None, :] - key_bias[..., -T:, None]).to(q.device, q.dtype)
+            mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=D ** -0.5)
     if key_bias is not None:
         q, k, v = append_bias(q, k, v, key_bias)
     if window is None or window >= T:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=D ** -0.5)
-    else:
-        pieces = []  # a block of queries against the keys it can see: never more than window x 2 window at a time
-        for start in range(0, T, window):
-            first, stop = max(0, start - window + 1), min(T, start + window)
-            visible = see(stop - start, stop - first, window, q.device)
-            pieces.append(F.scaled_dot_product_attention(
-                q[..., start:stop, :], k[..., first:stop, :], v[..., first:stop, :], visible, scale=D ** -0.5))
-        y = torch.cat(pieces, dim=-2)
-    return y[..., :D]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=D ** -0.5)[..., :D]
+    pieces = []  # a block of queries against the keys it can see: never more than window x 2 window at a time
+    for start in range(0, T, window):
+        first, stop = max(0, start - window + 1), min(T, start + window)
+        pieces.append(F.scaled_dot_product_attention(
+            q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop],
+            see(stop - start, stop - first, window, q.device), scale=D ** -0.5))
+    return torch.cat(pieces, dim=2)[..., :D]
 
 
 def append_bias(q, k, v, key_bias):
@@ -248,102 +247,77 @@ def append_bias(q, k, v, key_bias):
     B, H, T, D = k.shape
     middle = (key_bias[..., :1] + key_bias[..., -1:]).detach() / 2
     c = ((key_bias - middle) * D ** 0.5).to(k.device, torch.promote_types(k.dtype, torch.float32)).expand(B, H, T)
+    parts, padding = [c], 0
     if k.dtype == torch.bfloat16 or k.is_cuda:
         high = c.bfloat16()
         second = (c - high).detach().bfloat16()                  # gradients pass through the first part alone
-        third = (c - high - second).detach().bfloat16()
-        parts = torch.stack((high, second, third), dim=-1)
+        parts = [high, second, (c - high - second).detach().bfloat16()]
         padding = -(D + 3) % 8          # CUDA's fused kernels want a multiple of 8; the CPU's do not
-    else:
-        parts, padding = c[..., None], 0
-    n = parts.size(-1)
-    q = torch.cat((q, q.new_ones(B, H, T, n), q.new_zeros(B, H, T, padding)), dim=-1)
-    k = torch.cat((k, parts.to(k.dtype), k.new_zeros(B, H, T, padding)), dim=-1)
-    return q, k, F.pad(v, (0, n + padding))  # fused kernels want values of the same size
+    q = torch.cat((q, q.new_ones(B, H, T, len(parts)), q.new_zeros(B, H, T, padding)), dim=-1)
+    k = torch.cat((k, torch.stack(parts, dim=-1).to(k.dtype), k.new_zeros(B, H, T, padding)), dim=-1)
+    return q, k, F.pad(v, (0, q.size(-1) - D))  # fused kernels want values of the same size
 
 
 def path_attention(q, k, v, key_bias, path, window=None, chunk=64):
     """Softmax attention where key j reaches query i by H_i ... H_{j+1}, H = I - beta w w^T (PaTH, arXiv 2505.16381).
 
     q: (B, H, T, D), the last T of S positions; path: their steps; k, v: (B, H, S, D), the first S - T keys carried to
-    where the queries begin; key_bias: (1 or B, H, S) or None; all in float32 or better. Returns the output (B, H, T, D)
-    and the keys carried to the last position, (B, H, S, D), less those that the window has passed.
+    where the queries begin; key_bias: (1 or B, H, S) or None; all in float32 or better, outside autocast. Returns the
+    output (B, H, T, D) and the keys carried to the last position, (B, H, S, D), less those that the window has passed.
 
     All keys before a chunk of queries are carried to its start, so that it sees them by plain products; then they are
     carried over it, k <- k - (k Y^T) W. With chunks of one token that is decoding. A chunk meets all its keys in one
-    softmax, and nothing is larger than chunk x S. The bias stays outside the scale 1/sqrt(D): exp(c_j - c_i) is then
-    the product of the forget gates on the way, whatever the head size."""
-    with torch.autocast(q.device.type, enabled=False):
-        T, D = q.shape[-2:]
-        past = k.size(2) - T                                                                  # keys before the queries
-        keys, k = k[:, :, :past], in_chunks(k[:, :, past:], chunk)
-        q, w = in_chunks(q * D ** -0.5, chunk), in_chunks(path.w, chunk)                      # (B, H, N, C, D)
-        C = q.size(3)
-        v = F.pad(v, (0, 0, 0, -T % C))
-        G = solve_steps(w, in_chunks(path.beta[..., None], chunk)[..., 0])
-        read, write = (q @ w.mT).tril() @ G, (w @ k.mT).tril(-1)
-        local = (q @ k.mT - read @ write).masked_fill(~see(C, C, None, q.device), float("-inf"))
-        q, y = q - read @ w, G @ w                                                            # q back to the start
-        k = k - (G @ write).mT @ w                                                            # k on to the end
-        out = torch.empty_like(q)  # one piece: pieces kept from each turn of the loop would scatter over the heap
-        for a, (q, k, w, y, local) in enumerate(zip(*(t.unbind(2) for t in (q, k, w, y, local)))):
-            start = past + a * C
-            stop, first = start + C, 0 if window is None else max(0, start - window + 1)
-            keys = keys[:, :, keys.size(2) - (start - first):]
-            logits = torch.cat((q @ keys.mT, local), dim=-1)                                  # (B, H, C, stop - first)
-            if key_bias is not None:  # from the chunk's start: small where it matters
-                c = key_bias[..., first:stop] - key_bias[..., start:start + 1].detach()
-                logits = logits + F.pad(c, (0, stop - first - c.size(-1))).to(q.device, q.dtype)[..., None, :]
-            if window is not None:
-                logits = logits.masked_fill(~see(C, stop - first, window, q.device), float("-inf"))
-            out[:, :, a] = logits.softmax(-1) @ v[:, :, first:stop]
-            keys = torch.cat((keys - (keys @ y.mT) @ w, k), dim=2)
+    softmax, and nothing is larger than chunk x S. The bias stays outside the scale 1/sqrt(D), as FoX defines it."""
+    T, D = q.shape[-2:]
+    past = k.size(2) - T                                                                  # keys before the queries
+    keys, k = k[:, :, :past], in_chunks(k[:, :, past:], chunk)
+    q, w = in_chunks(q * D ** -0.5, chunk), in_chunks(path.w, chunk)                      # (B, H, N, C, D)
+    C = q.size(3)
+    v = F.pad(v, (0, 0, 0, -T % C))
+    G = solve_steps(w, in_chunks(path.beta[..., None], chunk)[..., 0])
+    read, write = (q @ w.mT).tril() @ G, (w @ k.mT).tril(-1)
+    local = (q @ k.mT - read @ write).masked_fill(~see(C, C, None, q.device), float("-inf"))
+    q, y = q - read @ w, G @ w                                                            # q back to the start
+    k = k - (G @ write).mT @ w                                                            # k on to the end
+    out = torch.empty_like(q)  # one piece: pieces kept from each turn of the loop would scatter over the heap
+    for a, (q, k, w, y, local) in enumerate(zip(*(t.unbind(2) for t in (q, k, w, y, local)))):
+        start = past + a * C
+        stop, first = start + C, 0 if window is None else max(0, start - window + 1)
+        keys = keys[:, :, keys.size(2) - (start - first):]
+        logits = torch.cat((q @ keys.mT, local), dim=-1)                                  # (B, H, C, stop - first)
+        if key_bias is not None:  # from the chunk's start: small where it matters
+            c = key_bias[..., first:stop] - key_bias[..., start:start + 1].detach()
+            logits = logits + F.pad(c, (0, stop - first - c.size(-1))).to(q.device, q.dtype)[..., None, :]
+        if window is not None:
+            logits = logits.masked_fill(~see(C, stop - first, window, q.device), float("-inf"))
+        out[:, :, a] = logits.softmax(-1) @ v[:, :, first:stop]
+        keys = torch.cat((keys - (keys @ y.mT) @ w, k), dim=2)
     return out.flatten(2, 3)[:, :, :T], keys[:, :, :keys.size(2) - -T % C]
 
 
 def see(n_query, n_key, window, device):
     """(n_query, n_key) bool: may the query see the key? The last query stands at the last key."""
-    query = torch.arange(n_key - n_query, n_key, device=device)[:, None]
     key = torch.arange(n_key, device=device)
-    visible = key <= query
-    return visible if window is None else visible & (key > query - window)
+    query = key[n_key - n_query:, None]
+    return (key <= query) & (key > query - (window or n_key))
 
 
 class Cache:
     """One layer's keys and values, already in the common frame: a key there never depends on the query that reads it.
     PaTH's keys stand in the frame of the last token and are rewritten as tokens come."""
     def __init__(self, capacity):
-        self.capacity, self.state, self.length, self.store = capacity, None, 0, None
+        self.capacity, self.state, self.store = capacity, None, None
 
     def append(self, k, v, frame):
-        """Take in k, v (B, H, T, D) and frame.key_bias; return all keys, values and biases so far."""
-        new = (k, v) if frame.key_bias is None else (k, v, frame.key_bias.expand(k.shape[:3])[..., None])
+        """Take in k, v (B, H, T, D) and frame.key_bias; return views of all keys, values and biases so far."""
+        new = [t for t in (k, v, frame.key_bias) if t is not None]
         if self.store is None:
-            self.store = [t.new_empty(*t.shape[:2], self.capacity, t.size(-1)) for t in new]
-        stop = self.length + k.size(2)
+            self.store = [t.new_empty(*t.shape[:2], self.capacity, *t.shape[3:]) for t in new]
+        stop = frame.state[0]
         if stop > self.capacity:
             raise ValueError(f"a cache of {self.capacity} tokens cannot take in token {stop}")
         for store, t in zip(self.store, new):
-            store[:, :, self.length:stop] = t
-        self.state, self.length = frame.state, stop
-        k, v, *c = (store[:, :, :stop] for store in self.store)
-        return k, v, c[0][..., 0] if c else None
-
-    def rewrite(self, k):
-        """Put k (B, H, n, D) in place of the last n keys."""
-        self.store[0][:, :, self.length - k.size(2):self.length] = k
-
-
-def cached_attention(q, k, v, key_bias=None, window=None):
-    """The last T positions of a sequence as queries, (B, H, T, D), against all its S keys, (B, H, S, D).
-
-    Meant for decoding, where T is 1 after the prompt: the mask is T x S, and holds the bias as the plain difference."""
-    T, S, D = q.size(2), k.size(2), q.size(3)
-    if T == S:
-        return causal_attention(q, k, v, key_bias, window)
-    mask = see(T, S, window, q.device) if T > 1 or window else None
-    if key_bias is not None:
-        bias = key_bias[..., None, :] - key_bias[..., -T:, None]                              # -(c_i - c_j)
-        bias = bias.to(q.device, q.dtype)
-        mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=D ** -0.5)
+            store[:, :, stop - t.size(2):stop] = t
+        self.state = frame.state
+        k, v, *bias = (store[:, :, :stop] for store in self.store)
+        return k, v, bias[0] if bias else None

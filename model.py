@@ -4,7 +4,8 @@ There is no maximum length: block_size is the *training* length, and any other c
 
     python model.py out/demo-accrot_qkv/ckpt.pt --prompt="def main("
 """
-import argparse, math, pickle, struct, sys, time, zipfile, zlib
+import argparse, math, pickle, re, struct, sys, time, zipfile, zlib
+from collections import OrderedDict
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 
 from attention import Attention, Cache, precise
 from checks import CheckpointError, UsageError, count, integer, misfit, number, program
-from positional import check_position, make_position
+from positional import Position, check_position
 from prepare_data import get_tokenizer
 
 
@@ -65,23 +66,15 @@ class GPTConfig:
         return -(-self.vocab_size // 64) * 64  # matrix kernels like multiples of 64
 
 
-class MLP(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.proj = nn.Linear(4 * config.n_embd, config.n_embd)
-
-    def forward(self, x):
-        return self.proj(F.gelu(self.fc(x)))
-
-
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.norm_1 = nn.LayerNorm(config.n_embd)
-        self.attention = Attention(config, make_position(config, layer))
-        self.norm_2 = nn.LayerNorm(config.n_embd)
-        self.mlp = MLP(config)
+        width = config.n_embd
+        self.norm_1 = nn.LayerNorm(width)
+        self.attention = Attention(config, Position(config, layer))
+        self.norm_2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(OrderedDict(
+            fc=nn.Linear(width, 4 * width), gelu=nn.GELU(), proj=nn.Linear(4 * width, width)))
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x, embedding, idx, sequence, cache=None):
@@ -130,7 +123,7 @@ class GPT(nn.Module):
         own parameters, so every mechanism starts from the same weights for the same seed."""
         generator = torch.Generator().manual_seed(self.config.seed)
         for name, p in self.named_parameters():
-            if ".position." in name or ".norm" in name or name.startswith("norm"):
+            if ".position." in name or "norm" in name:
                 continue
             if name.endswith("bias"):
                 p.zero_()
@@ -212,7 +205,8 @@ class GPT(nn.Module):
 
     def load_weights(self, weights, path, missing_ok=lambda name: False):
         """Copy `weights` in, strictly: names and shapes must be this model's, but for names where missing_ok(name)."""
-        weights = {strip_prefixes(name): value for name, value in weights.items()}
+        # DDP and torch.compile wrap names, in either order
+        weights = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in weights.items()}
         own = self.state_dict()
         missing = [name for name in own if name not in weights and not missing_ok(name)]
         unknown = [name for name in weights if name not in own]
@@ -240,13 +234,6 @@ def autocast_for(device, dtype):
     if low and device.type == "mps":
         raise UsageError("dtype=bfloat16: not used on MPS; use --dtype=float32")
     return partial(torch.autocast, device.type, torch.bfloat16, enabled=low)
-
-
-def strip_prefixes(name):
-    """'module._orig_mod.embed.weight' to 'embed.weight': DDP and torch.compile wrap names, in either order."""
-    while name.startswith(("module.", "_orig_mod.")):
-        name = name.split(".", 1)[1]
-    return name
 
 
 def read_checkpoint(path):

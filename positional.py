@@ -1,4 +1,4 @@
-"""Every mechanism that tells a transformer where its tokens are, chosen once by name: make_position(config).
+"""Every mechanism that tells a transformer where its tokens are, chosen once by name: Position(config, layer).
 
 One idea holds them together. Each token s contributes a step M_s, and a key at j reaches a query at i through the
 route (j, i], the steps multiplied along the way:
@@ -25,42 +25,41 @@ import torch.nn.functional as F
 from attention import STAY, Blocks, Frame, Path, Reflections, Rotation, orthogonal, precise, prefix_product, unit
 from checks import UsageError
 
+MASK = 2 ** 32 - 1
+
 
 def prefix_sum(steps, start=None, dim=-2):
-    """Inclusive running sum along `dim`, in float64; `start` is the sum before the first step, or None.
-
-    float32 would lose a phase of 65,536 steps by several radians. MPS has no float64, so there the sum is on the CPU."""
+    """Inclusive running sum along `dim`, from `start` if there is one, in float64: float32 would lose a phase of 65,536
+    steps by several radians. MPS has no float64, so there the sum is on the CPU."""
     total = (steps.cpu() if steps.device.type == "mps" else steps).double().cumsum(dim)
     return total if start is None else total + start
 
 
-# ---------------------------------------------------------------- kinds of step
-
-class NoSteps(nn.Module):
-    """nope: every step is the identity, only the causal mask tells order."""
-    def __init__(self, config, layer, routed):
-        super().__init__()
-
-    def forward(self, x, embedding, idx, sequence, length, state):
-        return STAY, STAY, None
-
-
-class ConstantRotation(nn.Module):
-    """rope, rope_qkv (RoPE, arXiv 2104.09864): plane p turns by w_p = base^(-2p/d) at every token."""
+class Steps(nn.Module):
+    """One kind of step in one layer. This one is nope: the identity, so that only the causal mask tells order."""
     base = 10000.0  # eval_length.py --ntk sets it on a trained model
 
-    def __init__(self, config, layer, routed):
+    def __init__(self, config, layer):
         super().__init__()
-        self.n_head, self.head_dim, self.layer, self.seed = config.n_head, config.head_dim, layer, config.seed
-        self.routed = routed
+        self.n_head, self.head_dim, self.seed, self.layer = config.n_head, config.head_dim, config.seed, layer
         # Two routes only when values take steps of their own; otherwise they travel on the queries' route.
         self.n_route = 2 if config.value_route == "own" else 1
+        # Seeds all that is random in a kind, apart from the shared weights: they are the same for every mechanism.
+        self.key = scramble(scramble(config.seed) ^ layer)
 
-    def frequencies(self, device):
-        """w_p in radians per token, (D/2,) float32. Made anew in each forward: a buffer would follow model.bfloat16()."""
+    def frequencies(self, device=None):
+        """w_p = base^(-2p/d), radians per token, (D/2,) float32. Made anew: a buffer would follow model.bfloat16()."""
         plane = torch.arange(self.head_dim // 2, dtype=torch.float32, device=device)
         return self.base ** (-2 * plane / self.head_dim)
 
+    def forward(self, x, embedding, idx, sequence, length, state):
+        """The route of queries and keys, that of values if they are routed, and the state after the last token.
+        length: tokens before these; state: None or that after them; the others as in Position.forward."""
+        return STAY, STAY, None
+
+
+class ConstantRotation(Steps):
+    """rope, rope_qkv (RoPE, arXiv 2104.09864): plane p turns by w_p at every token."""
     def steps(self, x, embedding, idx, sequence, length):
         """Angle of every step in radians: (n_route, B or 1, H or 1, T, D/2), float32 or better."""
         return self.frequencies(x.device).expand(1, 1, 1, idx.size(1), -1)
@@ -71,12 +70,10 @@ class ConstantRotation(nn.Module):
 
     def forward(self, x, embedding, idx, sequence, length, state):
         phase = prefix_sum(self.steps(x, embedding, idx, sequence, length), state)
-        state = phase[..., -1:, :]
         # Wrap while still in float64: in [-pi, pi] a float32 phase is good to 2e-7 rad however long the route.
         turns = (phase.detach() / (2 * math.pi)).round_().mul_(2 * math.pi)  # a constant: its gradient would be zeros
-        phase = (phase - turns).to(x.device, x.dtype)
-        rotations = [Rotation(p) for p in phase]
-        return rotations[0], rotations[-1] if self.routed == "qkv" else STAY, state
+        routes = [Rotation(wrapped) for wrapped in (phase - turns).to(x.device, x.dtype)]
+        return routes[0], routes[-1], phase[..., -1:, :]
 
 
 class RandomRotation(ConstantRotation):
@@ -87,15 +84,11 @@ class RandomRotation(ConstantRotation):
     def steps(self, x, embedding, idx, sequence, length):
         lane = torch.arange(self.n_route * self.n_head * self.head_dim // 2, device=idx.device)
         position = torch.arange(length, length + idx.size(1), device=idx.device)
-        key = scramble(scramble(self.seed) ^ self.layer)
-        key = scramble(scramble(key ^ (sequence & MASK)) ^ (sequence >> 32 & MASK))       # (B,)
+        key = scramble(scramble(self.key ^ (sequence & MASK)) ^ (sequence >> 32 & MASK))  # (B,)
         key = scramble(key[:, None] ^ position)                                           # (B, T)
         bits = scramble(key[:, :, None] ^ lane) >> 9                                      # (B, T, lanes), 23 bits
         uniform = bits.float().add_(0.5).mul_(2.0 ** -22).sub_(1)                         # in (-1, 1), mean exactly 0
         return self.split_lanes(uniform) * self.frequencies(x.device)
-
-
-MASK = 2 ** 32 - 1
 
 
 def scramble(h):
@@ -103,12 +96,10 @@ def scramble(h):
 
     The second multiplier is written minus 2^32: equal modulo 2^32, and no product leaves the range of int64."""
     h = h ^ (h >> 16)  # a new tensor; from here in place, as passes over memory are all that this costs
-    h *= 0x7FEB352D
-    h &= MASK
-    h ^= h >> 15
-    h *= 0x846CA68B - 2 ** 32
-    h &= MASK
-    h ^= h >> 16
+    for factor, shift in ((0x7FEB352D, 15), (0x846CA68B - 2 ** 32, 16)):
+        h *= factor
+        h &= MASK
+        h ^= h >> shift
     return h
 
 
@@ -117,14 +108,12 @@ class LearnedRotation(ConstantRotation):
 
     a comes, by --angles, from the token embedding (a read-out of its normalised form), from a table with a free vector
     per layer and token, or from the hidden state that q, k and v read. It starts at 0: at birth this is RoPE."""
-    def __init__(self, config, layer, routed):
-        super().__init__(config, layer, routed)
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
         self.source = config.angles
         width = self.n_route * self.n_head * self.head_dim // 2
         self.angles = nn.Embedding(config.padded_vocab_size, width) if self.source == "table" else \
             nn.Linear(config.n_embd, width, bias=False)
-        # How fast angles move decides short runs. Without this factor read-outs outrun the rest of the network.
-        self.gain = config.n_embd ** -0.5
         nn.init.zeros_(self.angles.weight)
 
     def steps(self, x, embedding, idx, sequence, length):
@@ -132,46 +121,42 @@ class LearnedRotation(ConstantRotation):
             a = precise(self.angles(idx))
         else:
             source = x if self.source == "hidden" else F.layer_norm(precise(embedding), embedding.shape[-1:])
-            a = F.linear(source, precise(self.angles.weight)) * self.gain
+            # How fast angles move decides short runs. Without the factor they outrun the rest of the network.
+            a = F.linear(source, precise(self.angles.weight)) * x.size(-1) ** -0.5
         return self.frequencies(x.device) + math.pi * torch.tanh(self.split_lanes(a))
 
 
-class LearnedReflection(nn.Module):
+class LearnedReflection(Steps):
     """reflect_qk, reflect_qkv: step = I - 2 w w^T, w a linear map of the hidden state made a unit vector."""
-    def __init__(self, config, layer, routed):
-        super().__init__()
-        self.n_head, self.routed = config.n_head, routed
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
         self.direction = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        nn.init.normal_(self.direction.weight, std=0.02, generator=own_generator(config, layer))
+        nn.init.normal_(self.direction.weight, std=0.02, generator=torch.Generator().manual_seed(self.key))
 
     def forward(self, x, embedding, idx, sequence, length, state):
         w = F.linear(x, precise(self.direction.weight)).unflatten(2, (self.n_head, -1)).transpose(1, 2)
         route = Reflections(unit(w), state)
-        return route, route if self.routed == "qkv" else STAY, route.end
+        return route, route, route.end
 
 
-class LearnedBlocks(nn.Module):
+class LearnedBlocks(Steps):
     """orth_qk, orth_qkv: step = (I - K)^-1 (I + K) in SO(n), the Cayley map of a skew K affine in the hidden state.
 
-    At birth K turns the planes (j, j + n/2) of a block as RoPE does, whatever the token: born as rope or rope_qkv, like
-    accrot, it differs in that its steps need not commute."""
+    At birth K turns the planes (j, j + n/2) of a block as RoPE does; unlike accrot's, its steps need not commute."""
     n = 4  # coordinates in a block: even, and a divisor of head_dim
 
-    def __init__(self, config, layer, routed):
-        super().__init__()
-        n, D, H = self.n, config.head_dim, config.n_head
-        self.n_head, self.routed, self.gain = H, routed, config.n_embd ** -0.5                # the gain of accrot
-        self.skew = nn.Linear(config.n_embd, H * D // n * n * (n - 1) // 2)
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        i, j = torch.tril_indices(self.n, self.n, -1)
+        bias = torch.zeros(self.n_head, self.head_dim // self.n, i.numel())
+        turn = torch.tan(self.frequencies() / 2).view(self.n // 2, -1)                    # Cayley's angle: 2 atan(K)
+        bias[:, :, i - j == self.n // 2] = turn.T.to(bias.dtype)
+        self.skew = nn.Linear(config.n_embd, bias.numel())
+        self.skew.bias = nn.Parameter(bias.flatten())
         nn.init.zeros_(self.skew.weight)
-        nn.init.zeros_(self.skew.bias)
-        i, j = torch.tril_indices(n, n, -1)
-        plane = torch.arange(D // 2, dtype=torch.float32).view(n // 2, D // n)
-        turn = torch.tan(ConstantRotation.base ** (-2 * plane / D) / 2)                       # Cayley's angle: 2 atan(K)
-        with torch.no_grad():
-            self.skew.bias.view(H, D // n, -1)[:, :, i - j == n // 2] = turn.T.to(self.skew.bias.dtype)
 
     def forward(self, x, embedding, idx, sequence, length, state):
-        rates = F.linear(x, precise(self.skew.weight)) * self.gain + precise(self.skew.bias)
+        rates = F.linear(x, precise(self.skew.weight)) * x.size(-1) ** -0.5 + precise(self.skew.bias)  # as accrot's
         i, j = torch.tril_indices(self.n, self.n, -1, device=x.device)
         rates = rates.unflatten(2, (self.n_head, -1, i.numel())).transpose(1, 2)              # (B, H, T, D/n, n(n-1)/2)
         K = x.new_zeros(*rates.shape[:-1], self.n, self.n)
@@ -181,23 +166,21 @@ class LearnedBlocks(nn.Module):
         if state is not None:
             steps = torch.cat((steps[:, :, :1] @ state, steps[:, :, 1:]), dim=2)
         route = Blocks(orthogonal(prefix_product(steps)))
-        return route, route if self.routed == "qkv" else STAY, route.prefix[:, :, -1:]
+        return route, route, route.prefix[:, :, -1:]
 
 
-class LearnedPath(nn.Module):
+class LearnedPath(Steps):
     """path (PaTH, arXiv 2505.16381): step = I - beta w w^T, with beta in (0, 2) it shrinks what lies along w.
 
-    As published: w = unit(SiLU(causal depthwise convolution over 3 tokens (linear of rank 32))), beta = 2 sigmoid of a
-    linear map, both of the hidden state."""
+    As published: w = unit(SiLU(depthwise convolution over 3 tokens (map of rank 32))), beta = 2 sigmoid(linear map)."""
     rank, taps = 32, 3
 
-    def __init__(self, config, layer, routed):
-        super().__init__()
-        self.n_head, width = config.n_head, config.n_embd
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        width, generator = config.n_embd, torch.Generator().manual_seed(self.key)
         self.down, self.up = nn.Linear(width, self.rank, bias=False), nn.Linear(self.rank, width, bias=False)
         self.filter = nn.Parameter(torch.empty(width, self.taps))                             # the last tap: this token
         self.beta = nn.Linear(width, config.n_head)
-        generator = own_generator(config, layer)
         for weight in (self.down.weight, self.up.weight, self.filter):  # so that SiLU meets numbers around 1
             nn.init.normal_(weight, std=weight.size(1) ** -0.5, generator=generator)
         nn.init.normal_(self.beta.weight, std=0.02, generator=generator)
@@ -211,13 +194,6 @@ class LearnedPath(nn.Module):
         route = Path(unit(w.unflatten(2, (self.n_head, -1)).transpose(1, 2)), beta.transpose(1, 2))
         return route, STAY, u[:, 1 - self.taps:].clone()  # a view would keep all of u
 
-
-def own_generator(config, layer):
-    """For what starts random, so that the numbers of the shared weights stay as they are."""
-    return torch.Generator().manual_seed(scramble(scramble(config.seed) ^ layer))
-
-
-# ---------------------------------------------------------------- far-mass control
 
 class Alibi(nn.Module):
     """ALiBi (arXiv 2108.12409): b = slope of the head, at every token."""
@@ -247,19 +223,16 @@ class Fox(nn.Module):
         nn.init.zeros_(self.gate.weight)
         # Heads start by forgetting over 4 tokens ... block_size tokens. With a zero bias all would forget in 1.4.
         memory = torch.logspace(math.log10(4), math.log10(max(4, config.block_size)), config.n_head)
-        with torch.no_grad():
-            self.gate.bias.copy_(-torch.log(torch.expm1(1 / memory)))  # sigmoid(bias) = exp(-1 / memory)
+        self.gate.bias = nn.Parameter(-torch.log(torch.expm1(1 / memory)))  # sigmoid(bias) = exp(-1 / memory)
 
     def forward(self, x):
         gate = F.linear(x, precise(self.gate.weight), precise(self.gate.bias))
         return F.softplus(-gate.transpose(1, 2).contiguous())                                 # (B, H, T)
 
 
-# ---------------------------------------------------------------- the seam
-
 # name: (kind of step, what is routed, far-mass control it brings). Any of +alibi, +fox, +logn may follow a name.
 POSITIONS = {
-    "nope":        (NoSteps, "", ()),
+    "nope":        (Steps, "", ()),
     "rope":        (ConstantRotation, "qk", ()),
     "rope_qkv":    (ConstantRotation, "qkv", ()),
     "randrot_qk":  (RandomRotation, "qk", ()),
@@ -271,13 +244,12 @@ POSITIONS = {
     "orth_qk":     (LearnedBlocks, "qk", ()),
     "orth_qkv":    (LearnedBlocks, "qkv", ()),
     "path":        (LearnedPath, "qk", ()),
-    "alibi":       (NoSteps, "", ("alibi",)),
-    "fox":         (NoSteps, "", ("fox",)),
+    "alibi":       (Steps, "", ("alibi",)),
+    "fox":         (Steps, "", ("fox",)),
 }
 DECAYS = {"alibi": Alibi, "fox": Fox}
 CONTROLS = (*DECAYS, "logn")
 ANGLES = ("token", "table", "hidden")
-VALUE_ROUTES = ("shared", "own")
 UPGRADES = {"rope": "accrot_qk", "rope_qkv": "accrot_qkv"}  # equal logits at birth: train.py --init_from
 
 
@@ -303,10 +275,9 @@ def parse_position(name):
 def check_position(config):
     """UsageError, naming the option, where the settings of config do not fit its mechanism."""
     kind, routed, _ = parse_position(config.pos)
-    if config.angles not in ANGLES:
-        raise UsageError(f"angles={config.angles}: use one of {', '.join(ANGLES)}")
-    if config.value_route not in VALUE_ROUTES:
-        raise UsageError(f"value_route={config.value_route}: use one of {', '.join(VALUE_ROUTES)}")
+    for name, legal in (("angles", ANGLES), ("value_route", ("shared", "own"))):
+        if getattr(config, name) not in legal:
+            raise UsageError(f"{name}={getattr(config, name)}: use one of {', '.join(legal)}")
     if config.angles != "token" and not issubclass(kind, LearnedRotation):
         raise UsageError(f"angles={config.angles}: pos={config.pos} learns no angles; use pos=accrot_qk or accrot_qkv")
     if config.value_route == "own" and not (routed == "qkv" and issubclass(kind, (RandomRotation, LearnedRotation))):
@@ -323,25 +294,20 @@ def check_position(config):
 def check_upgrade(old, new):
     """UsageError unless a model with pos=old, its weights put into pos=new, computes the same at first."""
     base, *suffixes = old.split("+")
-    target = "+".join((UPGRADES.get(base, ""), *suffixes))
-    if new != target:
+    if new != "+".join((UPGRADES.get(base, ""), *suffixes)):
         raise UsageError(f"init_from: a pos={old} checkpoint cannot start pos={new}; possible are "
                          + ", ".join(f"{a} to {b}" for a, b in UPGRADES.items()) + ", with the same suffixes")
 
 
-def make_position(config, layer=0):
-    """The position of one layer. `config` is model.GPTConfig; its pos, angles and value_route say which."""
-    return Position(config, layer)
-
-
 class Position(nn.Module):
-    """One kind of step with its far-mass controls. All its arithmetic is in float32 or better, outside autocast."""
+    """The kind of step of one layer with its far-mass controls, as config, a model.GPTConfig, says (pos, angles,
+    value_route). All its arithmetic is in float32 or better, outside autocast."""
     logn_from = None  # eval_length.py --logn: scale queries beyond this many tokens by ln(i + 1) / ln(logn_from)
 
-    def __init__(self, config, layer):
+    def __init__(self, config, layer=0):
         super().__init__()
-        kind, routed, controls = parse_position(config.pos)
-        self.steps = kind(config, layer, routed)
+        kind, self.routed, controls = parse_position(config.pos)
+        self.steps = kind(config, layer)
         self.decays = nn.ModuleList(DECAYS[name](config) for name in controls if name in DECAYS)
         # Scalable softmax (arXiv 2501.19399): logits grow with ln n, so that n far tokens cannot outweigh a near one.
         self.logn = nn.Parameter(torch.full((config.n_head,), 1 / math.log(config.block_size + 1))) \
@@ -359,6 +325,7 @@ class Position(nn.Module):
                 key_bias = prefix_sum(sum(decay(x) for decay in self.decays), last_bias, dim=-1)  # (1 or B, H, T)
                 last_bias = key_bias[..., -1:]
             query_scale = self.query_scale(length, idx.size(1), x)
+        v = v if self.routed == "qkv" else STAY
         return Frame(qk, v, key_bias, query_scale, (length + idx.size(1), last_step, last_bias))
 
     def query_scale(self, length, count, x):

@@ -43,7 +43,7 @@ from attention import (Attention, Cache, Reflections, Rotation, causal_attention
                        solve_steps, unit)
 from checks import CheckpointError, DataError
 from model import GPT, GPTConfig, main as model_cli, read_checkpoint
-from positional import POSITIONS, LearnedBlocks, Position, make_position, parse_position
+from positional import POSITIONS, LearnedBlocks, Position, parse_position
 from prepare_data import TokenShards
 
 HERE = Path(__file__).parent
@@ -115,7 +115,7 @@ def normalized(w):
 def reference_steps(layer, x, embedding, idx, sequence):
     """Step matrices of the queries' and of the values' route: (B, T, H, D, D) float64 each, from the definitions."""
     kind, (B, T), H, D = layer.position.steps, idx.shape, layer.n_head, layer.head_dim
-    if isinstance(kind, positional.NoSteps):
+    if type(kind) is positional.Steps:
         return None, None
     if isinstance(kind, positional.LearnedReflection):
         w = normalized((x @ kind.direction.weight.T).view(B, T, H, D))
@@ -206,7 +206,7 @@ LITERAL_SLOPES = {
 def layer_of(variant, n_head, dtype=torch.float64):
     torch.manual_seed(0)
     config = config_of(n_head=n_head, **variant)
-    layer = shake(Attention(config, make_position(config, layer=1))).to(dtype)
+    layer = shake(Attention(config, Position(config, layer=1))).to(dtype)
     layer.pos_name = config.pos
     return layer
 
@@ -252,8 +252,8 @@ class GivenSteps(positional.ConstantRotation):
         return self.given[length:length + idx.size(1)].expand(1, 1, 1, -1, -1)
 
 
-def given_rotation(given, dtype=torch.float32, routed="qkv"):
-    kind = GivenSteps(config_of(n_head=1, n_embd=2 * given.size(1), pos="rope_qkv"), 0, routed)
+def given_rotation(given, dtype=torch.float32):
+    kind = GivenSteps(config_of(n_head=1, n_embd=2 * given.size(1), pos="rope_qkv"), 0)
     kind.given = given
     T = given.size(0)
     return kind(torch.zeros(1, T, 2, dtype=dtype), None, torch.zeros(1, T, dtype=torch.int64), None, 0, None)
@@ -278,7 +278,7 @@ def test_planes_pair_the_halves_of_a_head():
 
 
 def test_rope_frequencies():
-    kind = positional.ConstantRotation(config_of(n_head=1, n_embd=8), 0, "qk")
+    kind = positional.ConstantRotation(config_of(n_head=1, n_embd=8), 0)
     torch.testing.assert_close(kind.frequencies("cpu"), torch.tensor([1.0, 0.1, 0.01, 0.001]))
 
 
@@ -580,7 +580,7 @@ def gradients_of(layer, inputs):
 def test_chunks_meet_at_ragged_lengths(pos, T):
     """One head, so that the three loops reach over two chunks of 64."""
     config = GPTConfig(pos=pos, n_head=1, n_embd=8, n_layer=1, block_size=32, vocab_size=9, dropout=0.0)
-    layer = shake(Attention(config, make_position(config))).double()
+    layer = shake(Attention(config, Position(config))).double()
     layer.pos_name = pos
     x = torch.randn(1, T, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(T))
     inputs = (x, x, tokens(1, T, vocab=9), torch.tensor([0]))
@@ -688,7 +688,7 @@ def test_zero_vectors_give_finite_values_and_gradients(pos):
 def test_65536_steps_stay_orthogonal(pos, scale):
     """In one go and continued from a state; equal steps (scale 0) and random ones."""
     T, cut = 65_536, 65_536 - 100
-    position = make_position(config_of(pos=pos, n_head=1, n_embd=32))
+    position = Position(config_of(pos=pos, n_head=1, n_embd=32))
     for p in position.parameters():
         p.data += scale * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
     x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(0))
