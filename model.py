@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from attention import Attention, Cache, precise
 from checks import CheckpointError, UsageError, count, integer, misfit, number, program
-from positional import Position, check_position
+from positional import check_position, make_position
 from prepare_data import get_tokenizer
 
 
@@ -71,7 +71,7 @@ class Block(nn.Module):
         super().__init__()
         width = config.n_embd
         self.norm_1 = nn.LayerNorm(width)
-        self.attention = Attention(config, Position(config, layer))
+        self.attention = Attention(config, make_position(config, layer))
         self.norm_2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(OrderedDict(
             fc=nn.Linear(width, 4 * width), gelu=nn.GELU(), proj=nn.Linear(4 * width, width)))

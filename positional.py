@@ -1,4 +1,4 @@
-"""Every mechanism that tells a transformer where its tokens are, chosen once by name: Position(config, layer).
+"""Every mechanism that tells a transformer where its tokens are, chosen once by name: make_position(config).
 
 One idea holds them together. Each token s contributes a step M_s, and a key at j reaches a query at i through the
 route (j, i], the steps multiplied along the way:
@@ -25,9 +25,6 @@ import torch.nn.functional as F
 from attention import STAY, Blocks, Frame, Path, Reflections, Rotation, orthogonal, precise, prefix_product, unit
 from checks import UsageError
 
-MASK = 2 ** 32 - 1
-
-
 def prefix_sum(steps, start=None, dim=-2):
     """Inclusive running sum along `dim`, from `start` if there is one, in float64: float32 would lose a phase of 65,536
     steps by several radians. MPS has no float64, so there the sum is on the CPU."""
@@ -45,7 +42,7 @@ class Steps(nn.Module):
         # Two routes only when values take steps of their own; otherwise they travel on the queries' route.
         self.n_route = 2 if config.value_route == "own" else 1
         # Seeds all that is random in a kind, apart from the shared weights: they are the same for every mechanism.
-        self.key = scramble(scramble(config.seed) ^ layer)
+        self.key = scramble(scramble(torch.tensor(config.seed, device="cpu").int()) ^ layer).item()
 
     def frequencies(self, device=None):
         """w_p = base^(-2p/d), radians per token, (D/2,) float32. Made anew: a buffer would follow model.bfloat16()."""
@@ -82,24 +79,23 @@ class RandomRotation(ConstantRotation):
     A step is a pure function of (seed, layer, sequence, position, lane), so caching, resuming, ranks, devices and longer
     sequences agree by construction. `sequence` is (B,) int64; a lane is one plane of one head of one route."""
     def steps(self, x, embedding, idx, sequence, length):
-        lane = torch.arange(self.n_route * self.n_head * self.head_dim // 2, device=idx.device)
-        position = torch.arange(length, length + idx.size(1), device=idx.device)
-        key = scramble(scramble(self.key ^ (sequence & MASK)) ^ (sequence >> 32 & MASK))  # (B,)
+        lanes = self.n_route * self.n_head * self.head_dim // 2
+        position = torch.arange(length, length + idx.size(1), dtype=torch.int32, device=idx.device)
+        key = scramble(scramble(self.key ^ sequence.int()) ^ (sequence >> 32).int())      # (B,)
         key = scramble(key[:, None] ^ position)                                           # (B, T)
-        bits = scramble(key[:, :, None] ^ lane) >> 9                                      # (B, T, lanes), 23 bits
+        bits = scramble(key[:, :, None] ^ torch.arange(lanes, dtype=torch.int32, device=idx.device))
+        bits = bits >> 9 & 0x7FFFFF                                                       # (B, T, lanes), 23 bits
         uniform = bits.float().add_(0.5).mul_(2.0 ** -22).sub_(1)                         # in (-1, 1), mean exactly 0
         return self.split_lanes(uniform) * self.frequencies(x.device)
 
 
 def scramble(h):
-    """Mix 32 bits held in an int64 tensor (or a Python int): the lowbias32 hash (C. Wellons, "Hash Prospector", 2018).
-
-    The second multiplier is written minus 2^32: equal modulo 2^32, and no product leaves the range of int64."""
-    h = h ^ (h >> 16)  # a new tensor; from here in place, as passes over memory are all that this costs
+    """Mix the 32 bits of an int32 tensor: the lowbias32 hash (C. Wellons, "Hash Prospector", 2018). Products wrap modulo
+    2^32, and the masks take out the copies of the sign that >> brings in. int64 would take five times as long on CPU."""
+    h = h ^ (h >> 16 & 0xFFFF)  # a new tensor; from here in place, as passes over memory are all that this costs
     for factor, shift in ((0x7FEB352D, 15), (0x846CA68B - 2 ** 32, 16)):
         h *= factor
-        h &= MASK
-        h ^= h >> shift
+        h ^= h >> shift & 0xFFFFFFFF >> shift
     return h
 
 
@@ -131,7 +127,7 @@ class LearnedReflection(Steps):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.direction = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        nn.init.normal_(self.direction.weight, std=0.02, generator=torch.Generator().manual_seed(self.key))
+        nn.init.normal_(self.direction.weight, std=0.02, generator=torch.Generator().manual_seed(self.key % 2 ** 32))
 
     def forward(self, x, embedding, idx, sequence, length, state):
         w = F.linear(x, precise(self.direction.weight)).unflatten(2, (self.n_head, -1)).transpose(1, 2)
@@ -177,7 +173,7 @@ class LearnedPath(Steps):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        width, generator = config.n_embd, torch.Generator().manual_seed(self.key)
+        width, generator = config.n_embd, torch.Generator().manual_seed(self.key % 2 ** 32)
         self.down, self.up = nn.Linear(width, self.rank, bias=False), nn.Linear(self.rank, width, bias=False)
         self.filter = nn.Parameter(torch.empty(width, self.taps))                             # the last tap: this token
         self.beta = nn.Linear(width, config.n_head)
@@ -299,12 +295,16 @@ def check_upgrade(old, new):
                          + ", ".join(f"{a} to {b}" for a, b in UPGRADES.items()) + ", with the same suffixes")
 
 
+def make_position(config, layer=0):
+    """The position of one layer. `config` is model.GPTConfig; its pos, angles and value_route say which."""
+    return Position(config, layer)
+
+
 class Position(nn.Module):
-    """The kind of step of one layer with its far-mass controls, as config, a model.GPTConfig, says (pos, angles,
-    value_route). All its arithmetic is in float32 or better, outside autocast."""
+    """One kind of step with its far-mass controls. All its arithmetic is in float32 or better, outside autocast."""
     logn_from = None  # eval_length.py --logn: scale queries beyond this many tokens by ln(i + 1) / ln(logn_from)
 
-    def __init__(self, config, layer=0):
+    def __init__(self, config, layer):
         super().__init__()
         kind, self.routed, controls = parse_position(config.pos)
         self.steps = kind(config, layer)
