@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from attention import STAY, Blocks, Frame, Path, Reflections, Rotation, orthogonal, precise, prefix_product, unit
 from checks import UsageError
 
+
 def prefix_sum(steps, start=None, dim=-2):
     """Inclusive running sum along `dim`, from `start` if there is one, in float64: float32 would lose a phase of 65,536
     steps by several radians. MPS has no float64, so there the sum is on the CPU."""
