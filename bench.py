@@ -139,7 +139,7 @@ def compare(cases, kind, length, dtype, args, device):
     if kind == "generate":
         for case in cases:
             case.caches = [Cache(length + (args.warmup + args.repeats + 2) * NEW) for _ in case.model.blocks]
-            with torch.inference_mode():
+            with torch.inference_mode(), autocast:
                 case.model.eval().hidden(idx, caches=case.caches)
     if kind == "eval":  # attention's kernel alone, in all layers together
         q = torch.randn(batch, config.n_head, length, config.head_dim, device=device, dtype=getattr(torch, dtype))
