@@ -42,7 +42,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)    # (3, B, H, T, D)
         path, dtype = isinstance(frame.qk, Path), qkv.dtype
 
-        with torch.autocast(x.device.type, enabled=False):    # q, k, v have its type already, routes never do
+        with torch.autocast(x.device.type, enabled=False):    # autocast has set the type of q, k, v; routes keep theirs
             # move in: into the common frame, what is routed alike in one go
             if frame.v is frame.qk:
                 q, k, v = frame.qk.enter(qkv)
@@ -220,6 +220,7 @@ def causal_attention(q, k, v, key_bias=None, window=None):
     Memory is linear in S, but for a mask T x S where T < S. That is decoding, where T is 1 after the prompt."""
     T, S, D = q.size(2), k.size(2), q.size(3)
     if T < S:
+        q = q.to(k.dtype)  # that of the cache
         mask = see(T, S, window, q.device) if T > 1 or window else None
         if key_bias is not None:  # the plain difference -(c_i - c_j)
             bias = (key_bias[..., None, :] - key_bias[..., -T:, None]).to(q.device, q.dtype)
