@@ -129,7 +129,8 @@ def spread(values):
 
 
 def compare(cases, kind, length, dtype, args, device):
-    """Show and return one row a case: each takes args.repeats turns, after args.warmup that do not count."""
+    """Show and return one row a case: each takes args.repeats turns, after args.warmup that do not count. With --profile,
+    show where each turn's time goes and return none."""
     cases = [case for case in cases if kind == "train" or not case.name.endswith(" compiled")]  # these run eagerly
     first, config = cases[0].model, cases[0].model.config
     batch = {"train": args.batch_size, "eval": max(1, args.batch_size * 512 // length), "generate": 1}[kind]

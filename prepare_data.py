@@ -128,7 +128,7 @@ def text_of(name, line, raw, column):
 
 
 def start_worker():
-    """A parent that is killed cannot end its workers, and they would wait for ever."""
+    """End with the parent: one that is killed cannot end its workers, and they would wait for ever."""
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
@@ -186,7 +186,7 @@ def local_files(dataset):
 
 
 def hub_files(repo, revision, limit):
-    """A hub dataset's train split -> ([(file, bytes)], function from file to path, its name, [(cache, bytes)])."""
+    """A hub dataset's train split -> ([(file, bytes)], function from file to path, its name, [(cache, bytes yet to download)])."""
     try:
         import datasets
         from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
@@ -258,10 +258,11 @@ def append(tokens, start, out, split, shard_tokens):
     return start
 
 
-def seal(path, dtype):
-    """Give a shard its header and then, when all of it is on the disk, its name -> what meta.json says of it."""
+def seal(path, dtype, count):
+    """Give a shard of `count` tokens its header and, when all is on the disk, its name -> what meta.json says of it."""
     with whole(path, "r+b") as file:                      # goes on with what append has written
-        count = (os.path.getsize(file.name) - 4 * HEADER) // np.dtype(dtype).itemsize
+        if os.path.getsize(file.name) != 4 * HEADER + count * np.dtype(dtype).itemsize:
+            raise DataError(f"{path}: another run writes it too; prepare {path.parent} again, by one run")
         file.write(np.array([*FORMATS[dtype], count], "<i4"))
     return {"file": path.name, "tokens": count, "sha256": sha256(path)}
 
@@ -328,16 +329,15 @@ def prepare(args):
     try:
         with tqdm(total=None if args.limit_docs else total, unit="B", unit_scale=True, disable=None) as progress:
             batches = read_batches(files, fetch, args.text_column, args.limit_docs, progress)
-            encoded = map(encode, batches) if num_proc == 1 else map_in_processes(encode, batches, num_proc)
-            for tokens, done in encoded:
+            for tokens, done in map(encode, batches) if num_proc == 1 else map_in_processes(encode, batches, num_proc):
                 counts.update(done)
                 for split in tokens:
                     written[split] = append(tokens[split], written[split], out, split, args.shard_tokens)
         if not any(written.values()):
             raise DataError(f"--dataset={args.dataset}: no document is left to write ({dict(counts)}); "
                             f"--min_doc_tokens={args.min_doc_tokens} may be too many")
-        shards = {split: [seal(out / f"{split}_{i:06d}.bin", dtype) for i in range(-(-n // args.shard_tokens))]
-                  for split, n in written.items()}
+        shards = {split: [seal(out / f"{split}_{i // args.shard_tokens:06d}.bin", dtype, min(n - i, args.shard_tokens))
+                          for i in range(0, n, args.shard_tokens)] for split, n in written.items()}
         meta = dict(tokenizer=args.tokenizer, vocab_size=tokenizer.n_vocab, eot=tokenizer.eot_token, source=source,
                     split_rule=SPLIT_RULE, documents={split: counts[split] for split in SPLITS}, tokens=written,
                     handled={k: counts[k] for k in ("read", "empty_dropped", "short_dropped", "mended", "run_cut")},

@@ -1061,6 +1061,21 @@ def test_data_killed_run_looks_unfinished_and_can_be_repeated(tmp_path, num_proc
     assert content(out) == content(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("extra", [-2, 2])
+def test_data_that_two_runs_write_at_once_is_refused(tmp_path, monkeypatch, capsys, extra):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(50)))
+    append = prepare_data.append
+
+    def disturbed(tokens, start, out, split, shard_tokens):
+        end = append(tokens, start, out, split, shard_tokens)
+        path = next(out.glob(f"{split}*.tmp"))
+        os.truncate(path, path.stat().st_size + extra)                               # a token that is not ours, or lost
+        return end
+    monkeypatch.setattr(prepare_data, "append", disturbed)
+    assert prepare_data.main([f"--dataset={tmp_path}/a.jsonl", "--tokenizer=bytes", f"--out={tmp_path}/out"]) == 2
+    assert "another run" in capsys.readouterr().err and not list((tmp_path / "out").iterdir())
+
+
 def test_data_failed_run_leaves_nothing(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", some_texts(300))
     with open(source, "a") as file:

@@ -204,10 +204,11 @@ class Log:
     def __init__(self, path, resumed_at):
         kept = []
         if resumed_at is not None and os.path.exists(path):
-            for line in open(path, errors="replace"):
-                with suppress(ValueError, LookupError, TypeError):
-                    if line.endswith("}\n") and float(json.loads(line)["step"]) <= resumed_at:
-                        kept.append(line)
+            with open(path, errors="replace") as file:
+                for line in file:
+                    with suppress(ValueError, LookupError, TypeError):
+                        if line.endswith("}\n") and float(json.loads(line)["step"]) <= resumed_at:
+                            kept.append(line)
         with whole(path) as file:
             file.writelines(kept)
         self.file = open(path, "a", buffering=1)
@@ -287,6 +288,7 @@ def train(settings, given, ranks):
             if (old := source["config"][name]) != (new := getattr(model.config, name)):
                 raise UsageError(f"init_from={settings['init_from']}: has {name}={old}, this run {new}")
         model.load_weights(source["model"], settings["init_from"], missing_ok=lambda name: ".position.steps." in name)
+        del source  # which is mapped from its file
     if settings["compile"]:
         if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
             raise UsageError("compile=true: torch.compile needs a C++ compiler on CPU; install g++ or leave it out")
