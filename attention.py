@@ -50,9 +50,9 @@ class Attention(nn.Module):
                 (q, k), v = frame.qk.enter(qkv[:2]), frame.v.enter(qkv[2])
             if frame.query_scale is not None:
                 q = q * frame.query_scale
-            q, k, v = (precise(t) if path else t.to(dtype) for t in (q, k, v))
+            q, k, v = (precise(t) if path else t.to(dtype) for t in (q, k, v))  # PaTH rewrites its keys: not rounded
 
-            # attend; PaTH rewrites its keys at every chunk, so they were not rounded
+            # attend
             past = (k, v, frame.key_bias) if cache is None else cache.append(k, v, frame)
             if path:
                 y, k = path_attention(q, *past, frame.qk, self.window)
@@ -208,7 +208,8 @@ def prefix_product(m, level=1):
 
 
 class Path(Stay):
-    """PaTH's steps I - beta w w^T, for path_attention: w (B, H, T, D), beta (B, H, T)."""
+    """PaTH's steps I - beta w w^T, for path_attention: w (B, H, T, D), beta (B, H, T). They shrink, so they have no
+    common frame to enter."""
     def __init__(self, w, beta):
         self.w, self.beta = w, beta
 
@@ -217,7 +218,7 @@ def causal_attention(q, k, v, key_bias=None, window=None):
     """Softmax attention over j <= i. q: (B, H, T, D), the last T of S positions; k, v: (B, H, S, D); key_bias: c of the
     bias -(c_i - c_j), (1 or B, H, S), or None; window: None, or the number of keys a query sees, itself included.
 
-    Memory is linear in S, but for a mask T x S where T < S. That is decoding, where T is 1 after the prompt."""
+    Memory is linear in S, but for a mask T x S where T < S: only in decoding, where T is 1 after the prompt."""
     T, S, D = q.size(2), k.size(2), q.size(3)
     if T < S:
         q = q.to(k.dtype)  # that of the cache

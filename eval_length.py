@@ -23,8 +23,8 @@ from positional import ConstantRotation
 from prepare_data import TokenShards
 from train import FREE_ON_RESUME
 
-FORWARD_TOKENS = 16_384             # short windows are scored so many tokens at a time
-TIMES = [2 ** k for k in range(8)]  # what is not asked for is tried at the training length times these
+FORWARD_TOKENS = 16_384                 # short windows are scored so many tokens at a time
+MULTIPLES = [2 ** k for k in range(8)]  # default lengths, in training lengths; default gaps are 0 and half of these
 
 
 def apply_tricks(model, length, ntk=False, window=None, logn=False):
@@ -63,7 +63,7 @@ def score_length(model, shards, length, n_tokens, device, autocast, bar):
     """Loss of the targets 1 ... n_tokens of the split, in windows of `length` inputs: (n_tokens,) float64, in order."""
     losses = []
     for windows in torch.arange(n_tokens // length).split(max(1, FORWARD_TOKENS // length)):
-        rows = np.stack([shards.read(w * length, length + 1) for w in windows.tolist()])
+        rows = shards.rows((windows * length).tolist(), length + 1)
         losses.append(token_losses(model, rows, windows, device, autocast))
         bar.update(losses[-1].size)
     return np.concatenate(losses, axis=None)
@@ -149,7 +149,7 @@ def held_out(data, checkpoint, path):
 def plan(shards, block_size, lengths, n_tokens):
     """The lengths to score (block_size among them) and the number of targets, a multiple of each. Or UsageError."""
     available = len(shards) - 1
-    lengths = sorted({block_size, *(lengths or [n for n in (block_size * k for k in TIMES) if n <= available])})
+    lengths = sorted({block_size, *(lengths or [n for n in (block_size * k for k in MULTIPLES) if n <= available])})
     for length in lengths:
         if length > available:
             raise UsageError(f"lengths={length}: the val split has only {available} targets; use --lengths=... up to "
@@ -175,7 +175,7 @@ def evaluate(path, args):
     most = len(shards) - max(2, config.block_size) - 1
     if args.gaps and (not args.recall or max(args.gaps) > most):
         raise UsageError(f"gaps={max(args.gaps)}: needs --recall=PASSAGES, and the val split has room for {most}")
-    gaps = args.gaps or [n for n in (0, *(config.block_size * k // 2 for k in TIMES)) if n <= most and args.recall]
+    gaps = args.gaps or [n for n in (0, *(config.block_size * k // 2 for k in MULTIPLES)) if n <= most and args.recall]
     work = n_tokens * len(lengths) + args.recall * sum(2 * (gap + config.block_size) for gap in gaps)
     losses, clock = {}, [time.perf_counter()]
     with tqdm(total=work, unit="token", unit_scale=True, disable=None, leave=False, desc=label) as bar:

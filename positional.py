@@ -42,7 +42,7 @@ class Steps(nn.Module):
         self.n_head, self.head_dim, self.seed, self.layer = config.n_head, config.head_dim, config.seed, layer
         # Two routes only when values take steps of their own; otherwise they travel on the queries' route.
         self.n_route = 2 if config.value_route == "own" else 1
-        # Seeds all that is random in a kind, apart from the shared weights: they are the same for every mechanism.
+        # Seeds what is random in a kind. The shared weights have a generator of their own: equal for every mechanism.
         self.key = scramble(scramble(torch.tensor(config.seed, device="cpu").int()) ^ layer).item()
 
     def frequencies(self, device=None):

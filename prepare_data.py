@@ -85,6 +85,10 @@ class TokenShards:
                                     f"{self.vocab_size}; type: python prepare_data.py --verify --out={path.parent}")
         return np.concatenate(parts, dtype=np.int64)
 
+    def rows(self, starts, count):
+        """read(start, count) of each start -> int64 (len(starts), count)."""
+        return np.stack([self.read(start, count) for start in starts])
+
 
 def get_tokenizer(name):
     """The tiktoken.Encoding "gpt2", or "bytes" (ids 0-255, and 256 for end-of-text). DataError if it can't be had."""
@@ -186,7 +190,7 @@ def local_files(dataset):
 
 
 def hub_files(repo, revision, limit):
-    """A hub dataset's train split -> ([(file, bytes)], function from file to path, its name, [(cache, bytes yet to download)])."""
+    """A hub dataset's train split -> [(file, bytes)], function from file to path, its name, [(cache, bytes to load)]."""
     try:
         import datasets
         from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache

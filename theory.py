@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from checks import UsageError, check_outputs, integer, integers, picture, program, write_json
-from eval_length import TIMES, held_out, label_of, layout, row_names, standard_error
+from eval_length import MULTIPLES, held_out, label_of, layout, row_names, standard_error
 from model import GPT
 
 HEAD_DIM, NEAR, LAMBDA, EPS = 64, 512, 4.0, 0.1  # coordinates; near tokens; half the logit range, nats; "mixed"
@@ -88,7 +88,8 @@ def far_mass_bound(near, far, lam):
 
 def biased_far_mass(near, far, lead, slope):
     """Far mass when near keys lead by `lead` nats and a bias takes `slope` nats per token of distance. The far weights
-    are a geometric series, so it converges. lead = -2 lambda is the most that contents within 2 lambda can reach."""
+    are a geometric series, so it converges. lead = -2 lambda is the most that contents within 2 lambda can reach.
+    Weights add up to e^lead (1 - e^(-s K)) near and e^(-s K) (1 - e^(-s M)) far, both over 1 - e^-s, s the slope."""
     return 1 / (1 - np.exp(lead) * np.expm1(slope * near) / np.expm1(-slope * far))
 
 
@@ -301,7 +302,7 @@ def measure(path, args):
     if config.pos.split("+")[0] == "path":
         raise UsageError(f"ckpt={path}: pos={config.pos} has no common frame; measure one with orthogonal steps")
     shards = held_out(args.data, trained, path)
-    lengths = args.lengths or [block_size * k for k in TIMES if block_size * k <= len(shards)] or [block_size]
+    lengths = args.lengths or [block_size * k for k in MULTIPLES if block_size * k <= len(shards)] or [block_size]
     lengths, longest = sorted(set(lengths)), max(lengths)
     if not 2 <= longest <= len(shards):
         raise UsageError(f"lengths={longest}: give 2 to {len(shards)}, the tokens of the val split")

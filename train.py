@@ -10,7 +10,6 @@ import argparse, hashlib, json, math, os, platform, shutil, signal, subprocess, 
 from contextlib import suppress
 from dataclasses import asdict, fields
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -137,7 +136,7 @@ def training_batch(shards, settings, step, indices):
     """Inputs and targets (len(indices), block_size) int64 and sequence ids (len(indices),), all on the CPU."""
     length = settings["block_size"]
     starts, sequence = zip(*(draw(settings["seed"], step, index) for index in indices))
-    rows = torch.from_numpy(np.stack([shards.read(start % (len(shards) - length), length + 1) for start in starts]))
+    rows = torch.from_numpy(shards.rows([start % (len(shards) - length) for start in starts], length + 1))
     return rows[:, :-1], rows[:, 1:], torch.tensor(sequence)
 
 
@@ -150,9 +149,9 @@ def validation_loss(model, shards, settings, ranks, autocast):
     mine = range(ranks.rank, windows, ranks.size)
     model.eval()
     for first in range(0, len(mine), per_pass):
-        sequence = torch.tensor(mine[first:first + per_pass])
-        rows = np.stack([shards.read(w * length, length + 1) for w in sequence.tolist()])
-        rows, sequence = torch.from_numpy(rows).to(ranks.device), sequence.to(ranks.device)
+        chosen = mine[first:first + per_pass]
+        rows = torch.from_numpy(shards.rows([w * length for w in chosen], length + 1)).to(ranks.device)
+        sequence = torch.tensor(chosen, device=ranks.device)
         with autocast():  # forward is never the compiled one: another mode or a short last batch would compile anew
             losses = model.forward(rows[:, :-1], rows[:, 1:], sequence, reduction="none")[1]
         total += losses.cpu().double().sum().item()
