@@ -2440,6 +2440,14 @@ def test_theory_measures_checkpoints(trained, tmp_path, capsys):
     assert "mean step of a plane" in shown and "the commonest tokens" in shown
     assert theory.main(["--ckpt", trained["rope"], trained["accrot_qkv"], *flags[:1], f"--json={tmp_path}/again.json", "--texts=3"]) == 0
     assert json.loads((tmp_path / "again.json").read_text()) == results
+    assert theory.main([f"{tmp_path}/again.json", f"--json={tmp_path}/kept.json"]) == 0                # kept, shown again
+    again = capsys.readouterr().out
+    assert again.endswith(shown) and json.loads((tmp_path / "kept.json").read_text()) == results
+    r = results[1]                                                                            # the last table, by hand
+    mixed = (np.array(r["coherence"])[:, :, :6].min(2) <= 0.1).sum(-1).mean()                 # distances up to 32
+    reach = ["-", "32", "-"] if r["window"] is None else [f"{r['window']:.1f}", "32", f"{32 / r['window']:.1f}"]
+    assert again.strip().splitlines()[-1].split() == ["accrot_qkv", *reach, f"{mixed:.1f}", "of", "8"]
+    assert again.strip().splitlines()[-2].split() == ["rope", "-", "32", "-", "0.0", "of", "8"]
 
 
 @pytest.mark.parametrize("flags, word", [
@@ -2936,6 +2944,22 @@ def test_hostile_results_are_refused(n, trained, tmp_path, capsys):
         kept.write_text(text, encoding="latin1")
         status, said = ending(eval_length.main, [kept], capsys)
         assert status == 2 and "r.json" in said
+
+
+@few_and_many(60, 1500)
+def test_hostile_measurements_are_refused(n, trained, tmp_path, capsys):
+    kept = tmp_path / "t.json"
+    assert theory.main([*trained.values(), "--lengths=16,32", "--texts=1", f"--json={kept}"]) == 0
+    good = json.loads(kept.read_text())
+
+    def check(change):
+        kept.write_text(json.dumps(altered(good, *change)))
+        ending(theory.main, [kept], capsys)
+    explore(n, check, changes_of(good))
+    for text in ("[" * 10 ** 5, "[]", "{}", "null", '"x"', "\xff"):
+        kept.write_text(text, encoding="latin1")
+        status, said = ending(theory.main, [kept], capsys)
+        assert status == 2 and "t.json" in said
 
 
 @few_and_many(200, 5000)

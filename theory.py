@@ -2,6 +2,7 @@
 
     python theory.py                                              # tables, and the picture theory.png
     python theory.py --ckpt out/demo-*/ckpt.pt --json=theory.json   # the same quantities in trained models
+    python theory.py theory.json                                  # show again what was kept
 
 The argument. (1) Random steps wash out a route: its expectation shrinks by a factor a step, whatever the length of the
 text. (2) A washed-out score is small, so far keys are alike. (3) But many alike keys add up: the softmax mass on M far
@@ -13,7 +14,7 @@ import argparse, math, sys
 import numpy as np
 import torch
 
-from checks import UsageError, check_outputs, integer, integers, picture, program, write_json
+from checks import UsageError, check_outputs, count, integer, integers, misfit, picture, program, read_json, real, write_json
 from eval_length import MULTIPLES, held_out, label_of, layout, row_names, standard_error
 from model import GPT
 
@@ -333,15 +334,48 @@ def window(distances, coherence):
             return m + (n - m) * (1 + math.log(a)) / math.log(a / b)
 
 
+def finite(value):
+    return real(value) and value is not None and math.isfinite(value)
+
+
+# What a file of --json must say to be shown again: a list of such measurements.
+STEPS = {"speed": [[[finite]]], "turn": dict}
+RESULTS = [{"label": str, "checkpoint": str, "seed": count, "step": count, "block_size": lambda n: count(n) and n > 0,
+            "bytes": bool, "window": lambda n: n is None or finite(n) and n > 0, "distances": [count], "coherence": [[[[finite]]]],
+            "steps": lambda steps: steps is None or not misfit(steps, STEPS),
+            "lengths": [{"length": count} | {name: [[finite]] for name in MEASURED}]}]
+
+
+def read_measured(path):
+    try:
+        results = read_json(path, RESULTS)
+        if not results:
+            raise ValueError("an empty list")
+        for r in results:
+            *heads, n, planes = np.shape(r["coherence"])                            # ValueError if lists are uneven
+            shapes = {np.shape(row[name]) for row in r["lengths"] for name in MEASURED}
+            steps = r["steps"] or {"speed": np.zeros((heads[0], 1, planes)), "turn": {}}
+            if (shapes != {tuple(heads)} or 0 in (*heads, n, planes) or r["distances"] != [2 ** k for k in range(n)]
+                    or np.shape(steps["speed"])[::2] != (heads[0], planes) or not all(map(finite, steps["turn"].values()))
+                    or not all(0 <= int(token) <= sys.maxunicode for token in steps["turn"])):
+                raise ValueError(f"what {r['label']} says of its heads does not fit together")
+        return results
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: not measurements of theory.py --json ({error})") from None
+
+
 def rounded(x):
     return x.double().round(decimals=6).tolist()
 
 
 def report(results):
-    names = row_names(results)
+    names, routes = row_names(results), []
     for name, r in zip(names, results):
         route, last = np.array(r["coherence"]), r["lengths"][-1]                    # (n_layer, H, distances, planes)
         mixed = (route[:, :, np.array(r["distances"]) <= r["block_size"]].min(2) <= EPS).sum(-1)
+        n, L = r["window"], r["block_size"]
+        routes.append([name, *(("-", L, "-") if n is None else (f"{n:.1f}", L, f"{L / n:.1f}")),
+                       f"{mixed.mean():.1f} of {route.shape[-1]}"])
         rows = [[f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]]
         rows += [[f"layer {i} head {h}", *(f"{last[key][i][h]:.3g}" for key in MEASURED), n]
                  for (i, h), n in np.ndenumerate(mixed)]
@@ -363,8 +397,11 @@ def report(results):
                 for i, x in sorted(turn.items(), key=lambda item: -item[1])))
     found = [{x["length"]: " / ".join(f"{np.mean(x[key]):.3f}" for key in MEASURED[:3]) for x in r["lengths"]}
              for r in results]
+    lengths = sorted(set().union(*found))
     show("Far mass: softmax mass at least a training length back / its bound / its bound by the mean far logit",
-         [["length", *names]] + [[n, *(at.get(n, "") for at in found)] for n in sorted(set().union(*found))])
+         [["at", *lengths]] + [[name, *(at.get(n, "") for n in lengths)] for name, at in zip(names, found)])
+    show("Routes: tokens until the coherence of all planes is 1/e, training lengths over that, planes of a head that mix\n"
+         "within a training length", [["", "tokens", "training length", "in windows", "planes mixed"], *routes])
 
 
 @program
@@ -373,7 +410,8 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plot", default="theory.png", help="picture of parts 1 to 4 (theory.png; needs matplotlib)")
     parser.add_argument("--ckpt", nargs="+", action="extend", default=[], help="measure these instead: part 5")
-    parser.add_argument("more", nargs="*", metavar="CKPT", help="more checkpoints, after --ckpt=CKPT")
+    parser.add_argument("more", nargs="*", metavar="CKPT",
+                        help="more of them, or .json files of earlier measurements")
     parser.add_argument("--data", help="directory of prepare_data.py (the one the checkpoint was trained on)")
     parser.add_argument("--lengths", type=integers(1), help="e.g. 256,1024 (training length times 1, 2 ... 128)")
     parser.add_argument("--texts", type=integer(1, 10_000), default=2, help="places of the val split to measure at (2)")
@@ -385,7 +423,7 @@ def main(argv=None):
         if getattr(args, name) and not args.inputs:
             raise UsageError(f"{name}={getattr(args, name)}: is for checkpoints; add --ckpt=CKPT")
     if args.inputs:
-        results = [measure(path, args) for path in args.inputs]
+        results = sum((read_measured(path) if path.endswith(".json") else [measure(path, args)] for path in args.inputs), [])
         report(results)
         if args.json:
             write_json(args.json, results, indent=None)
