@@ -14,6 +14,8 @@ RUN=.venv/bin/python CORES=${CORES:-$(nproc)} KEEP=results/study
 export OMP_NUM_THREADS=1
 trap 'exit 130' INT TERM  # else what train.py saved when interrupted would be evaluated as if it were finished
 COMPILE=$(command -v g++ >/dev/null && echo --compile || true)
+# without instructions for bfloat16 a processor emulates it, fifty times slower
+export DTYPE=${DTYPE:-$(grep -qs avx512_bf16 /proc/cpuinfo && echo bfloat16 || echo float32)}
 
 LARGE="--n_embd=256 --n_head=4 --block_size=512 --batch_size=6 --eval_interval=300"
 # group | name | seeds | flags of train.py that differ from the common ones | evaluations besides the plain one
@@ -72,7 +74,7 @@ row() {  # group name seed: train, evaluate, keep
     mkdir -p "$out" "$KEEP/$group" "$KEEP/long" "$KEEP/theory"
     local steps=1200
     [[ $flags =~ --max_steps=([0-9]+) ]] && steps=${BASH_REMATCH[1]}
-    local common="--config=demo --data=data/stdlib --max_steps=1200 --dtype=bfloat16 --eval_interval=1200
+    local common="--config=demo --data=data/stdlib --max_steps=1200 --dtype=$DTYPE --eval_interval=1200
                   --log_interval=50 --seed=$seed --resume $COMPILE"
     if [[ $flags =~ --init_from=([a-z_]+) ]]; then  # first the half of the steps that RoPE takes
         local before=${BASH_REMATCH[1]}

@@ -42,7 +42,7 @@ import train
 from attention import (Attention, Cache, Reflections, Rotation, causal_attention, path_attention, prefix_product, rotate,
                        solve_steps, unit)
 from checks import CheckpointError, DataError
-from model import GPT, GPTConfig, main as model_cli, read_checkpoint
+from model import GPT, GPTConfig, autocast_for, main as model_cli, read_checkpoint
 from positional import POSITIONS, LearnedBlocks, make_position, parse_position
 from prepare_data import TokenShards
 
@@ -436,6 +436,13 @@ def test_bias_at_65536_tokens_in_float32_is_close_to_float64():
         scores = scores + (c[..., :row + 1] - c[..., row:row + 1])[..., None, :]
         want = (scores.softmax(-1) @ v[:, :, :row + 1].double())[:, :, 0]
         assert ((got[:, :, row] - want).norm() / want.norm()) < 2e-3
+
+
+def test_emulated_bfloat16_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    for dtype, said in (("float32", 0), ("auto", 0), ("bfloat16", 1)):
+        autocast_for(torch.device("cpu"), dtype)
+        assert capsys.readouterr().err.count("--dtype=float32") == said
 
 
 @each_variant
