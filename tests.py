@@ -2464,7 +2464,7 @@ def test_theory_sets_ratios_beside_mixing_windows(trained, tmp_path, capsys):
     Path(kept).write_text(json.dumps([rope, accrot]))
     found = [r["lengths"][-1]["ratio"] for r in json.loads(Path(ratios).read_text())]
     capsys.readouterr()
-    assert theory.main([kept, "--ratios", ratios, f"{tmp_path}/w.json", f"--plot={path}"]) == 0       # the first counts
+    assert theory.main([kept, "--ratios", ratios, f"{tmp_path}/w.json", f"--plot={path}"]) == 0   # of the plain one
     *_, first, second = capsys.readouterr().out.strip().splitlines()[:-1]
     mixed = (np.array(accrot["coherence"])[:, :, :6].min(2) <= 0.1).sum(-1).mean()                    # distances up to 32
     mass = [[f"{np.mean(r['lengths'][-1][name]):.3f}" for name in theory.MEASURED[:3]] for r in (rope, accrot)]

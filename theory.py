@@ -364,18 +364,18 @@ def rounded(x):
 
 
 def report(results, evaluated):
-    """Tables of what was measured; `evaluated` has eval_length.py's result by checkpoint, for the ratio. Returns the last
-    table's complete rows as (label, (training length in windows, ratio), training length)."""
+    """Tables of what was measured; `evaluated` has eval_length.py's result by checkpoint and label, for the ratio. Returns
+    (label, (training length in windows, ratio), training length) where all is known and nothing but mixing holds far mass."""
     names, routes, points = row_names(results), [], []
     for name, r in zip(names, results):
         route, last = np.array(r["coherence"]), r["lengths"][-1]                    # (n_layer, H, distances, planes)
         mixed = (route[:, :, np.array(r["distances"]) <= r["block_size"]].min(2) <= EPS).sum(-1)
         n, L, longest = r["window"], r["block_size"], last["length"]
-        other = evaluated.get(r["checkpoint"], {"lengths": []})
+        other = evaluated.get((r["checkpoint"], r["label"]), {"lengths": []})       # the label tells tricks apart
         ratio = {row["length"]: row["ratio"] for row in other["lengths"]}.get(longest)
         routes.append([name, longest, *(f"{np.mean(last[key]):.3f}" for key in MEASURED[:3]), f"{ratio:.3f}" if ratio else "-",
                        *(("-", L, "-") if n is None else (f"{n:.1f}", L, f"{L / n:.1f}")), f"{mixed.mean():.1f} of {route.shape[-1]}"])
-        if n and ratio and math.isfinite(ratio):
+        if n and ratio and math.isfinite(ratio) and "+" not in r["label"]:
             points.append((r["label"] + ", from RoPE" * bool(other["train"]["init_from"]), (L / n, ratio), L))
         rows = [[f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]]
         rows += [[f"layer {i} head {h}", *(f"{last[key][i][h]:.3g}" for key in MEASURED), n]
@@ -432,7 +432,7 @@ def main(argv=None):
     if unused := not measured and [name for name in ("data", "lengths", "json", "ratios") if getattr(args, name)]:
         raise UsageError(f"{unused[0]}={getattr(args, unused[0])}: is for checkpoints; add --ckpt=CKPT")
     if measured:
-        evaluated = {r["checkpoint"]: r for r in reversed(sum(map(read_results, args.ratios), []))}  # the first one counts
+        evaluated = {(r["checkpoint"], r["label"]): r for path in args.ratios for r in read_results(path)}
         results = sum((read_measured(path) if path.endswith(".json") else [measure(path, args)] for path in measured), [])
         points = report(results, evaluated)
         if args.json:
