@@ -119,12 +119,12 @@ row() {  # group name seed: train, evaluate, keep
     $RUN eval_length.py "$out"/eval?.json --json="$out/all.json" && mv "$out/all.json" "$kept.json"
 }
 
-if [ $# = 3 ]; then row "$@"; exit; fi
-[ $# = 0 ] || { echo "usage: ./study.sh [GROUP NAME SEED]" >&2; exit 2; }
-$RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --out=data/stdlib
-$RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --min_doc_tokens=4096 --out=data/stdlib-long
-# 26 random letters: runs of 10 to 50, each two to four times in succession, to learn copying; and letters alone, to ask in
-[ -f data/letters/meta.json ] || $RUN - <<'PYTHON'
+prepare() {
+    mkdir -p data
+    [ -f data/stdlib/meta.json ] || $RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --out=data/stdlib
+    [ -f data/stdlib-long/meta.json ] || $RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --min_doc_tokens=4096 --out=data/stdlib-long
+    # 26 random letters: runs of 10 to 50, each two to four times in succession, to learn copying; letters alone, to ask in
+    [ -f data/letters/meta.json ] || $RUN - <<'PYTHON'
 import json, numpy
 random, letters = numpy.random.default_rng(1), list("abcdefghijklmnopqrstuvwxyz")
 with open("data/copies.jsonl", "w") as copies, open("data/letters.jsonl", "w") as alone:
@@ -134,8 +134,13 @@ with open("data/copies.jsonl", "w") as copies, open("data/letters.jsonl", "w") a
     for _ in range(10):
         alone.write(json.dumps({"text": "".join(random.choice(letters, 100_000))}) + "\n")
 PYTHON
-[ -f data/copies/meta.json ] || $RUN prepare_data.py --dataset=data/copies.jsonl --val_fraction=0.02 --tokenizer=bytes --out=data/copies
-[ -f data/letters/meta.json ] || $RUN prepare_data.py --dataset=data/letters.jsonl --val_fraction=0.5 --tokenizer=bytes --out=data/letters
+    [ -f data/copies/meta.json ] || $RUN prepare_data.py --dataset=data/copies.jsonl --val_fraction=0.02 --tokenizer=bytes --out=data/copies
+    [ -f data/letters/meta.json ] || $RUN prepare_data.py --dataset=data/letters.jsonl --val_fraction=0.5 --tokenizer=bytes --out=data/letters
+}
+
+if [ $# = 3 ]; then prepare; row "$@"; exit; fi
+[ $# = 0 ] || { echo "usage: ./study.sh [GROUP NAME SEED]" >&2; exit 2; }
+prepare
 todo=$(for seed in $SEEDS; do for group in $PARTS; do
     awk -F' *[|] *' -v g="$group" -v s="$seed" '$1 == g && s <= $3 {print g, $2, s}' <<< "$ROWS"
 done; done | while read -r group name seed; do [ -f "$KEEP/$group/$name-$seed.json" ] || echo "$group $name $seed"; done)
