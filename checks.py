@@ -75,7 +75,10 @@ def picture(path, rows, columns, **options):
     except ImportError:
         raise UsageError(f"plot={path}: needs matplotlib; pip install matplotlib, or leave --plot out") from None
     drawing = figure.Figure(layout="constrained", **options)
-    yield drawing.subplots(rows, columns)
+    axes = drawing.subplots(rows, columns)
+    for axis in drawing.axes:
+        axis.grid(alpha=0.2)
+    yield axes
     with whole(path, "wb") as file:
         drawing.savefig(file, dpi=110, format=path[-3:])
 

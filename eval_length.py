@@ -314,7 +314,6 @@ def plot(results, path):
             axis.xaxis.set_major_formatter("{x:,g}")
             axis.set(xlabel=f"{x} ({'training lengths' if several else 'tokens'})", ylabel=y)
             axis.axvline(trained, color="gray", linestyle=":", linewidth=1)
-            axis.grid(alpha=0.2)
         axes[0].legend(fontsize=8)
         axes[0].set_title("dotted: training length", fontsize=8, loc="right")
 

@@ -233,6 +233,9 @@ def autocast_for(device, dtype):
     low = dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
     if low and device.type == "mps":
         raise UsageError("dtype=bfloat16: not used on MPS; use --dtype=float32")
+    if low and device.type == "cpu" and not (torch.backends.mkldnn.is_available()
+                                             and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        print("note: bfloat16 is emulated on this processor, and many times slower than --dtype=float32", file=sys.stderr)
     return partial(torch.autocast, device.type, torch.bfloat16, enabled=low)
 
 

@@ -5,6 +5,7 @@
 #   ./study.sh main rope 1            one row: group, name, seed
 #   SEEDS="1 2" PARTS="main" ./study.sh   some of it
 #
+# Rows of "recall" learn to copy random letters, and are asked how far back they can.
 # A row ends as NAME-SEED.json (what eval_length.py found) and .log.jsonl (what train.py logged) in results/study/GROUP. What
 # it does on long documents alone is in results/study/long; how far its routes reach, in results/study/theory.
 # Needs the .venv of `make demo`; without a C++ compiler it runs uncompiled, a quarter slower.
@@ -14,7 +15,10 @@ RUN=.venv/bin/python CORES=${CORES:-$(nproc)} KEEP=results/study
 export OMP_NUM_THREADS=1
 trap 'exit 130' INT TERM  # else what train.py saved when interrupted would be evaluated as if it were finished
 COMPILE=$(command -v g++ >/dev/null && echo --compile || true)
+# without instructions for bfloat16 a processor emulates it, fifty times slower
+export DTYPE=${DTYPE:-$(grep -qs avx512_bf16 /proc/cpuinfo && echo bfloat16 || echo float32)}
 
+RECALL="--data=data/copies --n_layer=2 --block_size=128 --batch_size=48 --max_steps=4000"
 LARGE="--n_embd=256 --n_head=4 --block_size=512 --batch_size=6 --eval_interval=300"
 # group | name | seeds | flags of train.py that differ from the common ones | evaluations besides the plain one
 ROWS="
@@ -51,12 +55,18 @@ heads   | randrot_qk-32     | 3 | --pos=randrot_qk --n_head=4                   
 heads   | randrot_qkv-32    | 3 | --pos=randrot_qkv --n_head=4                          |
 steps   | randrot_qk-2400   | 1 | --pos=randrot_qk --max_steps=2400                     |
 steps   | randrot_qkv-2400  | 1 | --pos=randrot_qkv --max_steps=2400                    |
+recall  | rope              | 1 | $RECALL --pos=rope                                    | --window=128
+recall  | accrot_qkv        | 1 | $RECALL --pos=accrot_qkv                              | --logn
+recall  | fox               | 1 | $RECALL --pos=fox                                     |
+recall  | accrot_qkv+fox    | 1 | $RECALL --pos=accrot_qkv+fox                          |
+recall  | accrot_qk         | 1 | $RECALL --pos=accrot_qk                               | --logn
+recall  | alibi             | 1 | $RECALL --pos=alibi                                   |
 large   | rope              | 1 | $LARGE --pos=rope                                     | --window=512
 large   | accrot_qkv        | 1 | $LARGE --pos=accrot_qkv                               | --logn
 large   | alibi             | 1 | $LARGE --pos=alibi                                    |
 large   | accrot_qkv+fox    | 1 | $LARGE --pos=accrot_qkv+fox                           |
 "
-SEEDS=${SEEDS:-1 2 3} PARTS=${PARTS:-main context warm heads large steps}
+SEEDS=${SEEDS:-1 2 3} PARTS=${PARTS:-main context warm heads large steps recall}
 
 trained() {  # out steps flags...: train to the end, or go on to it; a run that a signal stopped has no validation there
     $RUN train.py "${@:3}" --out="$1"
@@ -72,7 +82,7 @@ row() {  # group name seed: train, evaluate, keep
     mkdir -p "$out" "$KEEP/$group" "$KEEP/long" "$KEEP/theory"
     local steps=1200
     [[ $flags =~ --max_steps=([0-9]+) ]] && steps=${BASH_REMATCH[1]}
-    local common="--config=demo --data=data/stdlib --max_steps=1200 --dtype=bfloat16 --eval_interval=1200
+    local common="--config=demo --data=data/stdlib --max_steps=1200 --dtype=$DTYPE --eval_interval=1200
                   --log_interval=50 --seed=$seed --resume $COMPILE"
     if [[ $flags =~ --init_from=([a-z_]+) ]]; then  # first the half of the steps that RoPE takes
         local before=${BASH_REMATCH[1]}
@@ -84,8 +94,13 @@ row() {  # group name seed: train, evaluate, keep
     local length=256 tokens=65536 long=$KEEP/long/$name-$seed.json number=0 trick
     [[ $flags =~ --block_size=([0-9]+) ]] && length=${BASH_REMATCH[1]}
     local few="--lengths=$((16 * length)),$((128 * length)) --tokens=$tokens"
-    $RUN eval_length.py "$out/ckpt.pt" --lengths=$length,$((2 * length)),$((4 * length)),$((16 * length)),$((64 * length)),$((128 * length)) \
-        --tokens=$tokens --recall=16 --gaps=0,$((length / 2)),$((2 * length)),$((8 * length)) --json="$out/eval0.json"
+    local plain="--lengths=$length,$((2 * length)),$((4 * length)),$((16 * length)),$((64 * length)),$((128 * length)) --tokens=$tokens
+                 --recall=16 --gaps=0,$((length / 2)),$((2 * length)),$((8 * length))"
+    if [ "$group" = recall ]; then
+        plain="--data=data/letters --lengths=$length --tokens=$tokens --recall=64
+               --gaps=0,$((length / 2)),$length,$((2 * length)),$((4 * length)),$((8 * length)),$((32 * length))" few=$plain
+    fi
+    $RUN eval_length.py "$out/ckpt.pt" $plain --json="$out/eval0.json"
     for trick in $tricks; do
         number=$((number + 1))
         $RUN eval_length.py "$out/ckpt.pt" $few $trick --json="$out/eval$number.json"
@@ -104,10 +119,28 @@ row() {  # group name seed: train, evaluate, keep
     $RUN eval_length.py "$out"/eval?.json --json="$out/all.json" && mv "$out/all.json" "$kept.json"
 }
 
-if [ $# = 3 ]; then row "$@"; exit; fi
+prepare() {
+    mkdir -p data
+    [ -f data/stdlib/meta.json ] || $RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --out=data/stdlib
+    [ -f data/stdlib-long/meta.json ] || $RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --min_doc_tokens=4096 --out=data/stdlib-long
+    # 26 random letters: runs of 10 to 50, each two to four times in succession, to learn copying; letters alone, to ask in
+    [ -f data/letters/meta.json ] || $RUN - <<'PYTHON'
+import json, numpy
+random, letters = numpy.random.default_rng(1), list("abcdefghijklmnopqrstuvwxyz")
+with open("data/copies.jsonl", "w") as copies, open("data/letters.jsonl", "w") as alone:
+    for _ in range(150_000):
+        run = "".join(random.choice(letters, random.integers(10, 51)))
+        copies.write(json.dumps({"text": run * random.integers(2, 5)}) + "\n")
+    for _ in range(10):
+        alone.write(json.dumps({"text": "".join(random.choice(letters, 100_000))}) + "\n")
+PYTHON
+    [ -f data/copies/meta.json ] || $RUN prepare_data.py --dataset=data/copies.jsonl --val_fraction=0.02 --tokenizer=bytes --out=data/copies
+    [ -f data/letters/meta.json ] || $RUN prepare_data.py --dataset=data/letters.jsonl --val_fraction=0.5 --tokenizer=bytes --out=data/letters
+}
+
+if [ $# = 3 ]; then prepare; row "$@"; exit; fi
 [ $# = 0 ] || { echo "usage: ./study.sh [GROUP NAME SEED]" >&2; exit 2; }
-$RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --out=data/stdlib
-$RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --min_doc_tokens=4096 --out=data/stdlib-long
+prepare
 todo=$(for seed in $SEEDS; do for group in $PARTS; do
     awk -F' *[|] *' -v g="$group" -v s="$seed" '$1 == g && s <= $3 {print g, $2, s}' <<< "$ROWS"
 done; done | while read -r group name seed; do [ -f "$KEEP/$group/$name-$seed.json" ] || echo "$group $name $seed"; done)

@@ -42,7 +42,7 @@ import train
 from attention import (Attention, Cache, Reflections, Rotation, causal_attention, path_attention, prefix_product, rotate,
                        solve_steps, unit)
 from checks import CheckpointError, DataError
-from model import GPT, GPTConfig, main as model_cli, read_checkpoint
+from model import GPT, GPTConfig, autocast_for, main as model_cli, read_checkpoint
 from positional import POSITIONS, LearnedBlocks, make_position, parse_position
 from prepare_data import TokenShards
 
@@ -436,6 +436,13 @@ def test_bias_at_65536_tokens_in_float32_is_close_to_float64():
         scores = scores + (c[..., :row + 1] - c[..., row:row + 1])[..., None, :]
         want = (scores.softmax(-1) @ v[:, :, :row + 1].double())[:, :, 0]
         assert ((got[:, :, row] - want).norm() / want.norm()) < 2e-3
+
+
+def test_emulated_bfloat16_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    for dtype, said in (("float32", 0), ("auto", 0), ("bfloat16", 1)):
+        autocast_for(torch.device("cpu"), dtype)
+        assert capsys.readouterr().err.count("--dtype=float32") == said
 
 
 @each_variant
@@ -2424,7 +2431,7 @@ def test_theory_measures_checkpoints(trained, tmp_path, capsys):
     flags = ["--lengths=32,50,256", f"--json={tmp_path}/t.json", "--texts=3"]
     assert theory.main([f"--ckpt={trained['rope']}", trained["accrot_qkv"], *flags]) == 0
     shown, results = capsys.readouterr().out, json.loads((tmp_path / "t.json").read_text())
-    assert [r["label"] for r in results] == ["rope", "accrot_qkv"] and "Far mass" in shown and "layer 1 head 1" in shown
+    assert [r["label"] for r in results] == ["rope", "accrot_qkv"] and "two bounds" in shown and "layer 1 head 1" in shown
     for r in results:
         assert [row["length"] for row in r["lengths"]] == [32, 50, 256] and r["distances"] == [1, 2, 4, 8, 16, 32, 64, 128]
         assert np.shape(r["coherence"]) == (2, 2, 8, 8) and np.shape(r["steps"]["speed"])[::2] == (2, 8)
@@ -2440,6 +2447,31 @@ def test_theory_measures_checkpoints(trained, tmp_path, capsys):
     assert "mean step of a plane" in shown and "the commonest tokens" in shown
     assert theory.main(["--ckpt", trained["rope"], trained["accrot_qkv"], *flags[:1], f"--json={tmp_path}/again.json", "--texts=3"]) == 0
     assert json.loads((tmp_path / "again.json").read_text()) == results
+    capsys.readouterr()
+    assert theory.main([f"{tmp_path}/again.json", f"--json={tmp_path}/kept.json"]) == 0                # kept, shown again
+    assert capsys.readouterr().out == shown and json.loads((tmp_path / "kept.json").read_text()) == results
+
+
+def test_theory_sets_ratios_beside_mixing_windows(trained, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    kept, ratios, path = (f"{tmp_path}/{name}" for name in ("t.json", "r.json", "w.svg"))
+    checkpoints = [trained["rope"], trained["accrot_qkv"]]
+    assert eval_length.main([*checkpoints, "--lengths=32,256", "--tokens=512", f"--json={ratios}"]) == 0
+    assert eval_length.main([*checkpoints, "--lengths=32,256", "--tokens=512", "--window=16", f"--json={tmp_path}/w.json"]) == 0
+    assert theory.main([*checkpoints, "--lengths=32,256", "--texts=1", f"--json={kept}"]) == 0
+    rope, accrot = json.loads(Path(kept).read_text())
+    accrot["window"] = 12.8
+    Path(kept).write_text(json.dumps([rope, accrot]))
+    found = [r["lengths"][-1]["ratio"] for r in json.loads(Path(ratios).read_text())]
+    capsys.readouterr()
+    assert theory.main([kept, "--ratios", ratios, f"{tmp_path}/w.json", f"--plot={path}"]) == 0   # of the plain one
+    *_, first, second = capsys.readouterr().out.strip().splitlines()[:-1]
+    mixed = (np.array(accrot["coherence"])[:, :, :6].min(2) <= 0.1).sum(-1).mean()                    # distances up to 32
+    mass = [[f"{np.mean(r['lengths'][-1][name]):.3f}" for name in theory.MEASURED[:3]] for r in (rope, accrot)]
+    assert first.split() == ["rope", "256", *mass[0], f"{found[0]:.3f}", "-", "32", "-", "0.0", "of", "8"]
+    assert second.split() == ["accrot_qkv", "256", *mass[1], f"{found[1]:.3f}", "12.8", "32", "2.5", f"{mixed:.1f}", "of", "8"]
+    drawn = Path(path).read_text()
+    assert "<svg" in drawn and theory.main(["--ratios", ratios]) == 2 and theory.main([kept, "--ratios", kept]) == 2
 
 
 @pytest.mark.parametrize("flags, word", [
@@ -2936,6 +2968,22 @@ def test_hostile_results_are_refused(n, trained, tmp_path, capsys):
         kept.write_text(text, encoding="latin1")
         status, said = ending(eval_length.main, [kept], capsys)
         assert status == 2 and "r.json" in said
+
+
+@few_and_many(60, 1500)
+def test_hostile_measurements_are_refused(n, trained, tmp_path, capsys):
+    kept = tmp_path / "t.json"
+    assert theory.main([*trained.values(), "--lengths=16,32", "--texts=1", f"--json={kept}"]) == 0
+    good = json.loads(kept.read_text())
+
+    def check(change):
+        kept.write_text(json.dumps(altered(good, *change)))
+        ending(theory.main, [kept], capsys)
+    explore(n, check, changes_of(good))
+    for text in ("[" * 10 ** 5, "[]", "{}", "null", '"x"', "\xff"):
+        kept.write_text(text, encoding="latin1")
+        status, said = ending(theory.main, [kept], capsys)
+        assert status == 2 and "t.json" in said
 
 
 @few_and_many(200, 5000)

@@ -2,6 +2,7 @@
 
     python theory.py                                              # tables, and the picture theory.png
     python theory.py --ckpt out/demo-*/ckpt.pt --json=theory.json   # the same quantities in trained models
+    python theory.py theory.json                                  # show again what was kept
 
 The argument. (1) Random steps wash out a route: its expectation shrinks by a factor a step, whatever the length of the
 text. (2) A washed-out score is small, so far keys are alike. (3) But many alike keys add up: the softmax mass on M far
@@ -13,8 +14,8 @@ import argparse, math, sys
 import numpy as np
 import torch
 
-from checks import UsageError, check_outputs, integer, integers, picture, program, write_json
-from eval_length import MULTIPLES, held_out, label_of, layout, row_names, standard_error
+from checks import UsageError, check_outputs, count, integer, integers, misfit, picture, program, read_json, real, write_json
+from eval_length import MULTIPLES, held_out, label_of, layout, read_results, row_names, standard_error
 from model import GPT
 
 HEAD_DIM, NEAR, LAMBDA, EPS = 64, 512, 4.0, 0.1  # coordinates; near tokens; half the logit range, nats; "mixed"
@@ -28,8 +29,7 @@ def frequencies(head_dim):
 
 def plane_factor(w):
     """c = E[e^(i step)] = sin(w)/w, step ~ Uniform(-w, w) radians. Steps are independent: E[P over n steps] = c^n.
-    It holds too for a dense SO(d) step that turns the d/2 planes of a Haar-random basis by such angles: its law does
-    not change under conjugation, so E[M] = I E[trace M] / d."""
+    So too for dense SO(d) steps that turn the planes of a Haar-random basis by such angles: E[M] = I E[trace M] / d."""
     return np.sinc(np.asarray(w) / np.pi)
 
 
@@ -193,9 +193,8 @@ def far_values():
           + ", ".join(f"{crossing(NEAR, LAMBDA, norm):,.3g} ({name})" for name, norm in norms.items()))
     print("Weights that follow scores r cos(theta) on the same route leave I_1(r)/I_0(r) of their common part at any M: "
           + ", ".join(f"{tilt(r):.2f} at r = {r:g}" for r in (0.25, 0.5, 1, 2)))
-    return dict(title="4. Length of far values' common part after the route, over before", xlabel="far tokens M",
-                ylabel="R"), 4.0 ** np.arange(0, 12, 2), {
-        **norms, "randrot, simulated": dict(zip(few, np.sqrt(power) / few))}
+    return dict(title="4. Length of far values' common part after the route, over before", xlabel="far tokens M", ylabel="R"
+                ), 4.0 ** np.arange(0, 12, 2), norms | {"randrot, simulated": dict(zip(few, np.sqrt(power) / few))}
 
 
 def argument(path):
@@ -213,7 +212,6 @@ def argument(path):
                 axis.plot(*((grid, curve(grid)) if callable(curve) else zip(*curve.items())),
                           "--" if "bound" in name else "-" if callable(curve) else ".", label=name)
             axis.set(**{"xscale": "log", "yscale": "log", "ylim": (1e-5, 1.5)} | labels)
-            axis.grid(alpha=0.2)
             axis.legend(fontsize=8)
     print(f"picture: {path}")
 
@@ -253,9 +251,8 @@ def head_statistics(attention, frame, x, queries, block_size):
 
 def coherence(route, probe, distances):
     """|mean over queries of P x| for the routes over each distance, 1 is rigid, 0 mixed: (H, distances, planes).
-    `probe` (1, H, T, D) gives shape and device. x is (1, 0) in every plane, so for rotations this is the plane's
-    |mean e^(i(phase_i - phase_j))|; only they keep planes apart, other routes count as one. A text of T tokens has
-    T / window independent routes: below sqrt(window / T) is noise."""
+    `probe` (1, H, T, D) gives shape and device. x is (1, 0) in every plane: for rotations the plane's
+    |mean e^(i(phase_i - phase_j))|; other routes count as one plane. In T tokens, below sqrt(window / T) is noise."""
     half = probe.size(-1) // 2
     entered = route.enter(torch.cat((torch.ones_like(probe[..., :half]), torch.zeros_like(probe[..., half:])), dim=-1))
     moved = [route.leave(entered.roll(n, 2))[0, :, n:].double().mean(1) for n in distances]  # (H, D) each
@@ -321,8 +318,7 @@ def measure(path, args):
         steps = {"speed": rounded(speed), "turn": {str(i): rounded(off[..., ids == i].mean()) for i in common}}
     return {"label": label_of(config), "checkpoint": path, "seed": config.seed, "step": trained["step"],
             "block_size": block_size, "data": shards.meta["source"], "texts": args.texts, "lengths": rows,
-            "distances": distances, "coherence": rounded(route),
-            "window": window(distances, route.mean((0, 1, 3)).tolist()),
+            "distances": distances, "coherence": rounded(route), "window": window(distances, route.mean((0, 1, 3)).tolist()),
             "steps": steps, "bytes": shards.meta["tokenizer"] == "bytes"}
 
 
@@ -333,15 +329,54 @@ def window(distances, coherence):
             return m + (n - m) * (1 + math.log(a)) / math.log(a / b)
 
 
+def finite(value):
+    return real(value) and value is not None and math.isfinite(value)
+
+
+# What a file of --json must say to be shown again: a list of such measurements.
+RESULTS = [{"label": str, "checkpoint": str, "seed": count, "step": count, "block_size": lambda n: count(n) and n > 0,
+            "bytes": bool, "window": lambda n: n is None or finite(n) and n > 0, "distances": [count],
+            "coherence": [[[[finite]]]],
+            "steps": lambda steps: steps is None or not misfit(steps, {"speed": [[[finite]]], "turn": dict}),
+            "lengths": [{"length": count} | {name: [[finite]] for name in MEASURED}]}]
+
+
+def read_measured(path):
+    try:
+        results = read_json(path, RESULTS)
+        if not results:
+            raise ValueError("an empty list")
+        for r in results:
+            *heads, n, planes = np.shape(r["coherence"])                            # ValueError if lists are uneven
+            shapes = {np.shape(row[name]) for row in r["lengths"] for name in MEASURED}
+            steps = r["steps"] or {"speed": np.zeros((heads[0], 1, planes)), "turn": {}}
+            if (shapes != {tuple(heads)} or 0 in (*heads, n, planes) or r["distances"] != [2 ** k for k in range(n)]
+                    or np.shape(steps["speed"])[::2] != (heads[0], planes) or not all(map(finite, steps["turn"].values()))
+                    or not all(0 <= int(token) <= sys.maxunicode for token in steps["turn"])):
+                raise ValueError(f"what {r['label']} says of its heads does not fit together")
+        return results
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: not measurements of theory.py --json ({error})") from None
+
+
 def rounded(x):
     return x.double().round(decimals=6).tolist()
 
 
-def report(results):
-    names = row_names(results)
+def report(results, evaluated):
+    """Tables of what was measured; `evaluated` has eval_length.py's result by checkpoint and label, for the ratio. Returns
+    (label, (training length in windows, ratio), training length) where all is known and nothing but mixing holds far mass."""
+    names, routes, points = row_names(results), [], []
     for name, r in zip(names, results):
         route, last = np.array(r["coherence"]), r["lengths"][-1]                    # (n_layer, H, distances, planes)
         mixed = (route[:, :, np.array(r["distances"]) <= r["block_size"]].min(2) <= EPS).sum(-1)
+        n, L, longest = r["window"], r["block_size"], last["length"]
+        other = evaluated.get((r["checkpoint"], r["label"]), {"lengths": []})       # the label tells tricks apart
+        ratio = {row["length"]: row["ratio"] for row in other["lengths"]}.get(longest)
+        routes.append([name, longest, *(f"{np.mean(last[key]):.3f}" for key in MEASURED[:3]), f"{ratio:.3f}" if ratio else "-",
+                       *(("-", L, "-") if n is None else (f"{n:.1f}", L, f"{L / n:.1f}")), f"{mixed.mean():.1f} of {route.shape[-1]}"])
+        if n and ratio and math.isfinite(ratio) and "+" not in r["label"]:
+            points.append((r["label"] + ", from RoPE" * bool(other["train"]["init_from"]), (L / n, ratio), L))
         rows = [[f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]]
         rows += [[f"layer {i} head {h}", *(f"{last[key][i][h]:.3g}" for key in MEASURED), n]
                  for (i, h), n in np.ndenumerate(mixed)]
@@ -349,10 +384,8 @@ def report(results):
              f"that mix within {r['block_size']} tokens, of {route.shape[-1]}",
              [["mean of heads", *MEASURED, "planes mixed"], *rows])
         planes = np.unique(np.linspace(0, route.shape[-1] - 1, 9).astype(int))
-        show(f"{name}: coherence of the route against distance, mean of heads; of all planes it is 1/e after "
-             + (f"{r['window']:.0f} tokens" if r["window"] else f"more than {r['distances'][-1]:,} tokens"),
-             [["distance", *(f"plane {b}" for b in planes)]] + [
-                 [n, *(f"{x:.2f}" for x in at[planes])] for n, at in zip(r["distances"], route.mean((0, 1)))])
+        show(f"{name}: coherence of the route against distance, mean of heads", [["distance", *(f"plane {b}" for b in planes)]] + [
+            [n, *(f"{x:.2f}" for x in at[planes])] for n, at in zip(r["distances"], route.mean((0, 1)))])
         if r["steps"]:
             speed, turn = np.array(r["steps"]["speed"]).mean((0, 1)), r["steps"]["turn"]
             show(f"{name}: mean step of a plane, radians, over layers and heads, beside RoPE's",
@@ -361,37 +394,54 @@ def report(results):
             print("the commonest tokens, by how far they turn off it, rms radians: " + ", ".join(
                 f"{chr(int(i)) if r['bytes'] else int(i)!r} {x:.2f}"
                 for i, x in sorted(turn.items(), key=lambda item: -item[1])))
-    found = [{x["length"]: " / ".join(f"{np.mean(x[key]):.3f}" for key in MEASURED[:3]) for x in r["lengths"]}
-             for r in results]
-    show("Far mass: softmax mass at least a training length back / its bound / its bound by the mean far logit",
-         [["length", *names]] + [[n, *(at.get(n, "") for at in found)] for n in sorted(set().union(*found))])
+    show("At the longest: mass on keys a training length back or more, its two bounds, and the perplexity ratio. Routes: tokens\n"
+         "until the coherence of all planes is 1/e, training lengths over that, planes that mix within a training length",
+         [["", "length", *MEASURED[:3], "ratio", "tokens", "trained", "in windows", "planes mixed"], *routes])
+    return points
+
+
+def draw(points, path):
+    with picture(path, 1, 1, figsize=(8, 4.5)) as axis:
+        for i, label in enumerate(dict.fromkeys(label for label, *_ in points)):
+            axis.plot(*zip(*(at for name, at, _ in points if name == label)), "o" if i < 10 else "^", color=f"C{i % 10}", label=label)
+        for _, at, block_size in points:
+            axis.annotate(f" {block_size}", at, fontsize=7)
+        axis.set(xscale="log", xlabel="training length / mixing window measured in the trained model; beside it: tokens",
+                 ylabel="perplexity ratio at the longest length", title="How many mixing windows does training need?")
+        axis.xaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+        axis.legend(fontsize=8)
+    print(f"picture: {path}")
 
 
 @program
 def main(argv=None):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", default="theory.png", help="picture of parts 1 to 4 (theory.png; needs matplotlib)")
+    parser.add_argument("--plot", help="picture of parts 1 to 4 (theory.png), or of ratios; needs matplotlib")
     parser.add_argument("--ckpt", nargs="+", action="extend", default=[], help="measure these instead: part 5")
-    parser.add_argument("more", nargs="*", metavar="CKPT", help="more checkpoints, after --ckpt=CKPT")
+    parser.add_argument("more", nargs="*", metavar="CKPT", help="more of them, or .json files that --json wrote")
     parser.add_argument("--data", help="directory of prepare_data.py (the one the checkpoint was trained on)")
     parser.add_argument("--lengths", type=integers(1), help="e.g. 256,1024 (training length times 1, 2 ... 128)")
     parser.add_argument("--texts", type=integer(1, 10_000), default=2, help="places of the val split to measure at (2)")
+    parser.add_argument("--ratios", nargs="+", metavar="JSON", default=[], help="results of eval_length.py on the same: "
+                        "adds the ratio at the longest length; --plot draws it against mixing windows")
     parser.add_argument("--json", help="write what was measured on the checkpoints to this file")
     args = parser.parse_args(argv)
-    args.inputs = args.ckpt + args.more
+    args.inputs = (measured := args.ckpt + args.more) + args.ratios
     check_outputs(args)
-    for name in ("data", "lengths", "json"):
-        if getattr(args, name) and not args.inputs:
-            raise UsageError(f"{name}={getattr(args, name)}: is for checkpoints; add --ckpt=CKPT")
-    if args.inputs:
-        results = [measure(path, args) for path in args.inputs]
-        report(results)
+    if unused := not measured and [name for name in ("data", "lengths", "json", "ratios") if getattr(args, name)]:
+        raise UsageError(f"{unused[0]}={getattr(args, unused[0])}: is for checkpoints; add --ckpt=CKPT")
+    if measured:
+        evaluated = {(r["checkpoint"], r["label"]): r for path in args.ratios for r in read_results(path)}
+        results = sum((read_measured(path) if path.endswith(".json") else [measure(path, args)] for path in measured), [])
+        points = report(results, evaluated)
         if args.json:
             write_json(args.json, results, indent=None)
+        if args.ratios and args.plot:
+            draw(points, args.plot)
     else:
         try:
-            argument(args.plot)
+            argument(args.plot or "theory.png")
         except UsageError as error:  # the tables need no matplotlib
             print(f"no picture: {error}")
 
