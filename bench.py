@@ -29,6 +29,7 @@ from train import device_name, make_optimizer
 
 MECHANISMS = "rope,randrot_qkv,accrot_qk,accrot_qkv,accrot_qkv:hidden,alibi,fox"
 NEW = 8  # tokens that a turn of --generate makes: the cache grows little
+PRODUCT = 2048  # rows of the matrix product on CPU; on CUDA four times as many
 
 
 class Case:
@@ -145,7 +146,7 @@ def compare(cases, kind, length, dtype, args, device):
     if kind == "eval":  # attention's kernel alone, in all layers together
         q = torch.randn(batch, config.n_head, length, config.head_dim, device=device, dtype=getattr(torch, dtype))
         turns["attention alone"] = lambda: [scaled_dot_product_attention(q, q, q, is_causal=True) for _ in first.blocks]
-    n = 8192 if device.type == "cuda" else 2048
+    n = PRODUCT * (4 if device.type == "cuda" else 1)
     a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
     turns["product"] = lambda: a @ a
     if args.profile:

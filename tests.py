@@ -2514,7 +2514,13 @@ def test_theory_refuses_path(tmp_path, capsys):
 BENCH = ["--n_layer=1", "--n_head=2", "--n_embd=32", "--vocab_size=100", "--device=cpu", "--repeats=3"]
 
 
-def test_bench_from_the_command_line(tmp_path, capsys):
+@pytest.fixture
+def small_product(monkeypatch):
+    """The real one takes 20 s where bfloat16 is emulated."""
+    monkeypatch.setattr(bench, "PRODUCT", 128)
+
+
+def test_bench_from_the_command_line(small_product, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
     flags = ["--pos=rope,accrot_qkv:table,alibi", "--train=16", "--eval=16,32,64", "--generate=16", f"--json={tmp_path}/b.json"]
     assert bench.main([*BENCH, *flags]) == 0
@@ -2534,7 +2540,7 @@ def test_bench_from_the_command_line(tmp_path, capsys):
     assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_bench_shares_weights_and_times_another_model(capsys):
+def test_bench_shares_weights_and_times_another_model(small_product, capsys):
     args = ["--pos=rope,accrot_qk", "--train=16", "--dtype=float32"]
     assert bench.main([*BENCH, *args, f"--against={HERE / 'model.py'}"]) == 0
     assert f"{HERE.name}/model.py  " in capsys.readouterr().out
