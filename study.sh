@@ -119,10 +119,10 @@ row() {  # group name seed: train, evaluate, keep
     $RUN eval_length.py "$out"/eval?.json --json="$out/all.json" && mv "$out/all.json" "$kept.json"
 }
 
-prepare() {
+prepare() {  # prepare_data.py knows what is finished, and refuses what was made otherwise
     mkdir -p data
-    [ -f data/stdlib/meta.json ] || $RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --out=data/stdlib
-    [ -f data/stdlib-long/meta.json ] || $RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --min_doc_tokens=4096 --out=data/stdlib-long
+    $RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --out=data/stdlib
+    $RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --min_doc_tokens=4096 --out=data/stdlib-long
     # 26 random letters: runs of 10 to 50, each two to four times in succession, to learn copying; letters alone, to ask in
     [ -f data/letters/meta.json ] || $RUN - <<'PYTHON'
 import json, numpy
@@ -134,8 +134,8 @@ with open("data/copies.jsonl", "w") as copies, open("data/letters.jsonl", "w") a
     for _ in range(10):
         alone.write(json.dumps({"text": "".join(random.choice(letters, 100_000))}) + "\n")
 PYTHON
-    [ -f data/copies/meta.json ] || $RUN prepare_data.py --dataset=data/copies.jsonl --val_fraction=0.02 --tokenizer=bytes --out=data/copies
-    [ -f data/letters/meta.json ] || $RUN prepare_data.py --dataset=data/letters.jsonl --val_fraction=0.5 --tokenizer=bytes --out=data/letters
+    $RUN prepare_data.py --dataset=data/copies.jsonl --val_fraction=0.02 --tokenizer=bytes --out=data/copies
+    $RUN prepare_data.py --dataset=data/letters.jsonl --val_fraction=0.5 --tokenizer=bytes --out=data/letters
 }
 
 if [ $# = 3 ]; then prepare; row "$@"; exit; fi
