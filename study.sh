@@ -18,7 +18,7 @@ COMPILE=$(command -v g++ >/dev/null && echo --compile || true)
 # without instructions for bfloat16 a processor emulates it, fifty times slower
 export DTYPE=${DTYPE:-$(grep -qs avx512_bf16 /proc/cpuinfo && echo bfloat16 || echo float32)}
 
-RECALL="--data=data/copies --n_layer=2 --block_size=128 --batch_size=48 --max_steps=4000"
+RECALL="--data=data/copies --n_layer=2 --block_size=128 --batch_size=32 --max_steps=3000"
 LARGE="--n_embd=256 --n_head=4 --block_size=512 --batch_size=6 --eval_interval=300"
 # group | name | seeds | flags of train.py that differ from the common ones | evaluations besides the plain one
 ROWS="
@@ -123,16 +123,20 @@ prepare() {  # prepare_data.py knows what is finished, and refuses what was made
     mkdir -p data
     $RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --out=data/stdlib
     $RUN prepare_data.py --dataset=stdlib --tokenizer=bytes --min_doc_tokens=4096 --out=data/stdlib-long
-    # 26 random letters: runs of 10 to 50, each two to four times in succession, to learn copying; letters alone, to ask in
+    # 26 random letters. To learn copying: a run three times and more, in every third document with up to 64 other letters before
+    # each, else in succession. To ask in: letters alone.
     [ -f data/letters/meta.json ] || $RUN - <<'PYTHON'
 import json, numpy
-random, letters = numpy.random.default_rng(1), list("abcdefghijklmnopqrstuvwxyz")
+random, alphabet = numpy.random.default_rng(1), list("abcdefghijklmnopqrstuvwxyz")
+def letters(low, high):
+    return "".join(random.choice(alphabet, random.integers(low, high + 1)))
 with open("data/copies.jsonl", "w") as copies, open("data/letters.jsonl", "w") as alone:
-    for _ in range(150_000):
-        run = "".join(random.choice(letters, random.integers(10, 51)))
-        copies.write(json.dumps({"text": run * random.integers(2, 5)}) + "\n")
+    for i in range(150_000):
+        run, apart = letters(8, 32) if i % 3 else letters(16, 40), 0 if i % 3 else 64
+        text = "".join(letters(0, apart) + run for _ in range(random.integers(3, 9 if i % 3 else 6)))
+        copies.write(json.dumps({"text": text}) + "\n")
     for _ in range(10):
-        alone.write(json.dumps({"text": "".join(random.choice(letters, 100_000))}) + "\n")
+        alone.write(json.dumps({"text": letters(100_000, 100_000)}) + "\n")
 PYTHON
     $RUN prepare_data.py --dataset=data/copies.jsonl --val_fraction=0.02 --tokenizer=bytes --out=data/copies
     $RUN prepare_data.py --dataset=data/letters.jsonl --val_fraction=0.5 --tokenizer=bytes --out=data/letters
