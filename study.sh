@@ -132,9 +132,9 @@ def letters(low, high):
     return "".join(random.choice(alphabet, random.integers(low, high + 1)))
 with open("data/copies.jsonl", "w") as copies, open("data/letters.jsonl", "w") as alone:
     for i in range(150_000):
-        run, apart = letters(8, 32) if i % 3 else letters(16, 40), 0 if i % 3 else 64
-        text = "".join(letters(0, apart) + run for _ in range(random.integers(3, 9 if i % 3 else 6)))
-        copies.write(json.dumps({"text": text}) + "\n")
+        shortest, longest, most, apart = (8, 32, 8, 0) if i % 3 else (16, 40, 5, 64)
+        run, times = letters(shortest, longest), random.integers(3, most + 1)
+        copies.write(json.dumps({"text": "".join(letters(0, apart) + run for _ in range(times))}) + "\n")
     for _ in range(10):
         alone.write(json.dumps({"text": letters(100_000, 100_000)}) + "\n")
 PYTHON
