@@ -60,6 +60,7 @@ recall  | accrot_qkv        | 1 | $RECALL --pos=accrot_qkv                      
 recall  | fox               | 1 | $RECALL --pos=fox                                     |
 recall  | accrot_qkv+fox    | 1 | $RECALL --pos=accrot_qkv+fox                          |
 recall  | accrot_qk         | 1 | $RECALL --pos=accrot_qk                               | --logn
+recall  | rope+fox          | 1 | $RECALL --pos=rope+fox                                |
 recall  | alibi             | 1 | $RECALL --pos=alibi                                   |
 large   | rope              | 1 | $LARGE --pos=rope                                     | --window=512
 large   | accrot_qkv        | 1 | $LARGE --pos=accrot_qkv                               | --logn
