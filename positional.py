@@ -227,7 +227,7 @@ class Fox(nn.Module):
         return F.softplus(-gate.transpose(1, 2).contiguous())                                 # (B, H, T)
 
 
-# name: (kind of step, what is routed, far-mass control it brings). Any of +alibi, +fox, +logn may follow a name.
+# name: (kind of step, what is routed, far-mass control it brings). Any of CONTROLS may follow a name.
 POSITIONS = {
     "nope":        (Steps, "", ()),
     "rope":        (ConstantRotation, "qk", ()),
@@ -245,7 +245,7 @@ POSITIONS = {
     "fox":         (Steps, "", ("fox",)),
 }
 DECAYS = {"alibi": Alibi, "fox": Fox}
-CONTROLS = (*DECAYS, "logn")
+CONTROLS = (*DECAYS, "logn", "nope")
 ANGLES = ("token", "table", "hidden")
 UPGRADES = {"rope": "accrot_qk", "rope_qkv": "accrot_qkv"}  # equal logits at birth: train.py --init_from
 
@@ -263,7 +263,7 @@ def parse_position(name):
     for suffix in suffixes:
         if suffix not in CONTROLS:
             raise UsageError(f"pos={name}: no suffix +{suffix}; use {', '.join('+' + c for c in CONTROLS)}")
-        if suffix in controls:
+        if suffix in (base, *controls):
             raise UsageError(f"pos={name}: {suffix} is given twice")
         controls += (suffix,)
     return kind, routed, controls
@@ -271,7 +271,9 @@ def parse_position(name):
 
 def check_position(config):
     """UsageError, naming the option, where the settings of config do not fit its mechanism."""
-    kind, routed, _ = parse_position(config.pos)
+    kind, routed, controls = parse_position(config.pos)
+    if "nope" in controls and config.n_layer < 2:
+        raise UsageError(f"n_layer={config.n_layer}: pos={config.pos} needs a layer before the last to tell order; use n_layer=2 or more")
     for name, legal in (("angles", ANGLES), ("value_route", ("shared", "own"))):
         if getattr(config, name) not in legal:
             raise UsageError(f"{name}={getattr(config, name)}: use one of {', '.join(legal)}")
@@ -308,6 +310,10 @@ class Position(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         kind, self.routed, controls = parse_position(config.pos)
+        if "nope" in controls and (layer % 4 == 3 or layer == config.n_layer - 1):
+            # No route, no bias (as arXiv 2501.18795 and 2504.08719 mix layers): here nothing hides a far key from a query
+            # that asks for its content. Elsewhere a distance never trained on does. The other layers tell order.
+            kind, self.routed, controls = Steps, "", [c for c in controls if c not in DECAYS]
         self.steps = kind(config, layer)
         self.decays = nn.ModuleList(DECAYS[name](config) for name in controls if name in DECAYS)
         # Scalable softmax (arXiv 2501.19399): logits grow with ln n, so that n far tokens cannot outweigh a near one.

@@ -27,6 +27,7 @@ main    | accrot_qkv        | 3 | --pos=accrot_qkv                              
 main    | alibi             | 3 | --pos=alibi                                           |
 main    | fox               | 3 | --pos=fox                                             |
 main    | accrot_qkv+fox    | 3 | --pos=accrot_qkv+fox                                  | --logn
+main    | accrot_qkv+fox+nope | 3 | --pos=accrot_qkv+fox+nope                           |
 main    | accrot_qk         | 3 | --pos=accrot_qk                                       | --logn
 main    | randrot_qk        | 3 | --pos=randrot_qk                                      | --logn
 main    | randrot_qkv       | 3 | --pos=randrot_qkv                                     | --logn
@@ -60,6 +61,8 @@ recall  | accrot_qkv        | 1 | $RECALL --pos=accrot_qkv                      
 recall  | fox               | 1 | $RECALL --pos=fox                                     |
 recall  | accrot_qkv+fox    | 1 | $RECALL --pos=accrot_qkv+fox                          |
 recall  | accrot_qk         | 1 | $RECALL --pos=accrot_qk                               | --logn
+recall  | accrot_qkv+fox+nope | 1 | $RECALL --pos=accrot_qkv+fox+nope                   |
+recall  | rope+fox+nope     | 1 | $RECALL --pos=rope+fox+nope                           |
 recall  | rope+fox          | 1 | $RECALL --pos=rope+fox                                |
 recall  | alibi             | 1 | $RECALL --pos=alibi                                   |
 large   | rope              | 1 | $LARGE --pos=rope                                     | --window=512

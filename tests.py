@@ -49,7 +49,7 @@ from prepare_data import TokenShards
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # these tensors are small
 MECHANISMS = [*POSITIONS, "rope+alibi", "accrot_qkv+fox", "accrot_qk+logn", "randrot_qkv+alibi+fox+logn", "path+fox",
-              "path+alibi", "path+logn"]
+              "path+alibi", "path+logn", "accrot_qkv+fox+nope+logn"]
 VARIANTS = [dict(pos=pos) for pos in MECHANISMS] + [
     dict(pos="accrot_qkv", angles="table"), dict(pos="accrot_qk", angles="hidden"),
     dict(pos="accrot_qkv", value_route="own"), dict(pos="randrot_qkv", value_route="own"),
@@ -171,6 +171,8 @@ def reference_attention(layer, x, embedding, idx, sequence, window=None):
     H, D = layer.n_head, layer.head_dim
     position = layer.position
     _, routed, controls = parse_position(layer.pos_name)
+    if "nope" in controls:  # layer 1, as layer_of makes it
+        routed = ""
     q, k, v = layer.qkv(x).view(B, T, 3, H, D).unbind(2)
     steps, value_steps = reference_steps(layer, x, embedding, idx, sequence)
     b = torch.zeros(B, T, H, dtype=torch.float64)
@@ -319,6 +321,34 @@ def test_logn_scales_queries_from_the_first():
     position = make_position(config_of(pos="nope", block_size=4), 0)
     position.logn_from = 4
     torch.testing.assert_close(position.query_scale(0, 16, torch.zeros(1))[0, [0, 3, 15], 0], torch.tensor([1.0, 1.0, 2.0]))
+
+
+def test_the_last_of_four_layers_has_neither_route_nor_bias_with_a_nope_suffix():
+    """So has the last of all. The others are as without it. +logn holds in both kinds: it scales, but hides nothing."""
+    inputs = inputs_of(2, 9)
+    for layer in range(6):
+        pos = ("accrot_qkv+fox+nope+logn", "nope+logn" if layer in (3, 5) else "accrot_qkv+fox+logn")
+        hybrid, alone = (make_position(config_of(pos=name, n_layer=6), layer).double() for name in pos)
+        assert shake(hybrid).state_dict().keys() == shake(alone).state_dict().keys()
+        got, want = hybrid(*inputs), alone(*inputs)
+        for route in ("qk", "v"):
+            torch.testing.assert_close(*(getattr(frame, route).enter(inputs[0].unflatten(2, (12, 8)).transpose(1, 2))
+                                         for frame in (got, want)), rtol=0, atol=0)
+        assert (got.key_bias is None) == (want.key_bias is None) == (layer in (3, 5))
+        if got.key_bias is not None:
+            torch.testing.assert_close(got.key_bias, want.key_bias, rtol=0, atol=0)
+        torch.testing.assert_close(got.query_scale, want.query_scale, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pos", ["nope+nope", "accrot_qk+nope+nope", "rope+fox+fox", "alibi+alibi"])
+def test_a_control_is_not_given_twice(pos):
+    with pytest.raises(positional.UsageError, match="is given twice"):
+        parse_position(pos)
+
+
+def test_a_nope_suffix_needs_a_second_layer():
+    with pytest.raises(positional.UsageError, match="n_layer=1: .*use n_layer=2"):
+        config_of(pos="rope+nope", n_layer=1)
 
 
 def test_random_steps_are_pinned():
@@ -521,7 +551,7 @@ def test_generate_never_samples_padding():
 
 @each_variant
 def test_compiled_graph_equals_eager(variant):
-    model, idx = tiny(n_layer=1, **variant), tokens(2, 33)
+    model, idx = tiny(n_layer=2 if "+nope" in variant["pos"] else 1, **variant), tokens(2, 33)
     # PyTorch 2.6's aot_eager, not its inductor, fails on the strides of some matrix products
     backend = "aot_eager" if torch.__version__ >= "2.7" else "eager"
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
@@ -2247,10 +2277,12 @@ def slow_statistics(model, ids, sequence, queries, distances):
     K, idx, seq = model.config.block_size, ids[None], torch.tensor([sequence])
     embedding = x = model.embed(idx)
     T, layers, routes = len(ids), [], []
-    for block in model.blocks:
+    for i, block in enumerate(model.blocks):
         layer, normed = block.attention, block.norm_1(x)
         H, D = layer.n_head, layer.head_dim
         _, routed, controls = parse_position(model.config.pos)
+        if "nope" in controls and i % 2:
+            routed = ""
         q, k, v = layer.qkv(normed).view(T, 3, H, D).unbind(1)
         steps, value_steps = reference_steps(layer, normed, embedding, idx, seq)
         b = torch.zeros(T, H, dtype=torch.float64)
@@ -2295,7 +2327,7 @@ def slow_statistics(model, ids, sequence, queries, distances):
 
 @pytest.mark.parametrize("variant", [dict(pos=pos) for pos in (
     "nope", "rope", "rope_qkv", "randrot_qk", "accrot_qkv", "alibi", "rope+alibi", "accrot_qkv+fox", "accrot_qk+logn",
-    "reflect_qkv", "orth_qk")]
+    "reflect_qkv", "orth_qk", "accrot_qkv+fox+nope")]
     + [dict(pos="accrot_qkv", value_route="own")], ids=lambda v: "-".join(v.values()))
 @torch.no_grad()
 def test_theory_measurements_equal_a_slow_computation(variant):
@@ -2316,7 +2348,8 @@ def test_theory_measurements_equal_a_slow_computation(variant):
             assert route.shape == (2, 12, len(distances), 1) and 0 < route.min() and route.max() < 1
         else:
             torch.testing.assert_close(route, slow_route, rtol=1e-4, atol=2e-5)
-        assert len(turned) == (2 if "rot" in variant["pos"] or "rope" in variant["pos"] else 0)
+        turning = 2 if "rot" in variant["pos"] or "rope" in variant["pos"] else 0
+        assert len(turned) == (1 if "+nope" in variant["pos"] else turning)
         assert (got["far_mass"] >= got["bound"] * (1 - 1e-6)).all()
         assert (got["far_mass"] >= got["mean_bound"] * (1 - 1e-6)).all()
         assert (got["mean_bound"] >= got["bound"] * (1 - 1e-6)).all()

@@ -289,7 +289,7 @@ def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
             turned.append(turns(frame.qk))
         x = block(x, embedding, idx, sequence)
     found = {name: torch.stack([layer[name] for layer in found]) for name in MEASURED}
-    return found, routes and torch.stack(routes), turned
+    return found, routes and torch.stack(torch.broadcast_tensors(*routes)), turned  # +nope: rigid in every plane
 
 
 def measure(path, args):
@@ -351,7 +351,7 @@ def read_measured(path):
             shapes = {np.shape(row[name]) for row in r["lengths"] for name in MEASURED}
             steps = r["steps"] or {"speed": np.zeros((heads[0], 1, planes)), "turn": {}}
             if (shapes != {tuple(heads)} or 0 in (*heads, n, planes) or r["distances"] != [2 ** k for k in range(n)]
-                    or np.shape(steps["speed"])[::2] != (heads[0], planes) or not all(map(finite, steps["turn"].values()))
+                    or np.shape(steps["speed"])[2:] != (planes,) or not all(map(finite, steps["turn"].values()))
                     or not all(0 <= int(token) <= sys.maxunicode for token in steps["turn"])):
                 raise ValueError(f"what {r['label']} says of its heads does not fit together")
         return results
