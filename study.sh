@@ -62,6 +62,7 @@ recall  | fox               | 1 | $RECALL --pos=fox                             
 recall  | accrot_qkv+fox    | 1 | $RECALL --pos=accrot_qkv+fox                          |
 recall  | accrot_qk         | 1 | $RECALL --pos=accrot_qk                               | --logn
 recall  | accrot_qkv+fox+nope | 1 | $RECALL --pos=accrot_qkv+fox+nope                   |
+recall  | accrot_qkv+fox+nope+logn | 1 | $RECALL --pos=accrot_qkv+fox+nope+logn         |
 recall  | rope+fox+nope     | 1 | $RECALL --pos=rope+fox+nope                           |
 recall  | rope+fox          | 1 | $RECALL --pos=rope+fox                                |
 recall  | alibi             | 1 | $RECALL --pos=alibi                                   |

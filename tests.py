@@ -349,6 +349,7 @@ def test_a_control_is_not_given_twice(pos):
 def test_a_nope_suffix_needs_a_second_layer():
     with pytest.raises(positional.UsageError, match="n_layer=1: .*use n_layer=2"):
         config_of(pos="rope+nope", n_layer=1)
+    assert config_of(pos="rope+nope", n_layer=2).n_layer == 2
 
 
 def test_random_steps_are_pinned():
@@ -3099,7 +3100,8 @@ def test_smallest_models_and_texts(changes, pos):
     try:
         model = tiny(pos=pos, **changes)
     except positional.UsageError as error:
-        assert pos.startswith("orth") and model_width(changes) < 4 and "n_head" in str(error)
+        assert ("n_layer=1" in str(error) if "+nope" in pos else
+                pos.startswith("orth") and model_width(changes) < 4 and "n_head" in str(error))
         return
     vocab = model.config.vocab_size
     for T in (1, 2, 3):
