@@ -31,11 +31,14 @@ def apply_tricks(model, length, ntk=False, window=None, logn=False):
     """Set a trained model up for windows of `length` tokens, with what a user would try at evaluation time.
     ntk: RoPE's base times (length / block_size)^(d / (d - 2)), dynamic NTK scaling: the slowest plane turns over all of
     `length` as far as it did over block_size. window: a query sees itself and the window - 1 keys before it. logn:
-    queries with more than block_size keys have their logits scaled by ln(keys) / ln(block_size) (arXiv 2501.19399)."""
+    queries with more than block_size keys have their logits scaled by ln(keys) / ln(block_size) (arXiv 2501.19399), with
+    +nope in its open layers alone: the others' keys are few, as a bias or a route holds the far ones off."""
     block_size, d = model.config.block_size, model.config.head_dim
-    for attention in (block.attention for block in model.blocks):
+    layers = [block.attention for block in model.blocks]
+    mixed = any(attention.position.open for attention in layers)
+    for attention in layers:
         attention.window = window
-        attention.position.logn_from = block_size if logn else None
+        attention.position.logn_from = block_size if logn and attention.position.open == mixed else None
         if ntk:
             attention.position.steps.base = ConstantRotation.base * max(1.0, length / block_size) ** (d / (d - 2))
 

@@ -310,9 +310,10 @@ class Position(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         kind, self.routed, controls = parse_position(config.pos)
-        if "nope" in controls and (layer % 4 == 3 or layer == config.n_layer - 1):
-            # No route, no bias (as arXiv 2501.18795 and 2504.08719 mix layers): here nothing hides a far key from a query
-            # that asks for its content. Elsewhere a distance never trained on does. The other layers tell order.
+        # +nope opens the last of four layers, and of all (arXiv 2501.18795 and 2504.08719 mix layers so): no route, no bias,
+        # nothing hides a far key from a query that asks for its content. Elsewhere a distance never trained on does.
+        self.open = "nope" in controls and (layer % 4 == 3 or layer == config.n_layer - 1)
+        if self.open:
             kind, self.routed, controls = Steps, "", [c for c in controls if c not in DECAYS]
         self.steps = kind(config, layer)
         self.decays = nn.ModuleList(DECAYS[name](config) for name in controls if name in DECAYS)

@@ -1931,6 +1931,18 @@ def test_logn_starts_at_the_training_length():
     assert all(block.attention.position.logn_from is None for block in model.blocks)
 
 
+def test_logn_scales_the_open_layers_of_a_nope_suffix_alone():
+    model = tiny(pos="rope+fox+nope", n_layer=6)
+    eval_length.apply_tricks(model, 320, logn=True)
+    assert [block.attention.position.logn_from for block in model.blocks] == [None, None, None, 32, None, 32]
+    for pos in ("nope", "fox", "accrot_qkv+logn"):
+        model = tiny(pos=pos)
+        eval_length.apply_tricks(model, 320, logn=True)
+        assert [block.attention.position.logn_from for block in model.blocks] == [32, 32]
+    eval_length.apply_tricks(model, 320)
+    assert [block.attention.position.logn_from for block in model.blocks] == [None, None]
+
+
 def test_ntk_stretches_the_slowest_plane_to_the_length():
     model = tiny(pos="rope", n_head=1, n_embd=32)
     steps = model.blocks[1].attention.position.steps
