@@ -273,7 +273,8 @@ def check_position(config):
     """UsageError, naming the option, where the settings of config do not fit its mechanism."""
     kind, routed, controls = parse_position(config.pos)
     if "nope" in controls and config.n_layer < 2:
-        raise UsageError(f"n_layer={config.n_layer}: pos={config.pos} needs a layer before the last to tell order; use n_layer=2 or more")
+        raise UsageError(f"n_layer={config.n_layer}: pos={config.pos} needs a layer before the last to tell order; "
+                         "use n_layer=2 or more")
     for name, legal in (("angles", ANGLES), ("value_route", ("shared", "own"))):
         if getattr(config, name) not in legal:
             raise UsageError(f"{name}={getattr(config, name)}: use one of {', '.join(legal)}")
