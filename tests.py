@@ -171,8 +171,6 @@ def reference_attention(layer, x, embedding, idx, sequence, window=None):
     H, D = layer.n_head, layer.head_dim
     position = layer.position
     _, routed, controls = parse_position(layer.pos_name)
-    if "nope" in controls:  # layer 1, as layer_of makes it
-        routed = ""
     q, k, v = layer.qkv(x).view(B, T, 3, H, D).unbind(2)
     steps, value_steps = reference_steps(layer, x, embedding, idx, sequence)
     b = torch.zeros(B, T, H, dtype=torch.float64)
@@ -2290,12 +2288,10 @@ def slow_statistics(model, ids, sequence, queries, distances):
     K, idx, seq = model.config.block_size, ids[None], torch.tensor([sequence])
     embedding = x = model.embed(idx)
     T, layers, routes = len(ids), [], []
-    for i, block in enumerate(model.blocks):
+    for block in model.blocks:
         layer, normed = block.attention, block.norm_1(x)
         H, D = layer.n_head, layer.head_dim
         _, routed, controls = parse_position(model.config.pos)
-        if "nope" in controls and i % 2:
-            routed = ""
         q, k, v = layer.qkv(normed).view(T, 3, H, D).unbind(1)
         steps, value_steps = reference_steps(layer, normed, embedding, idx, seq)
         b = torch.zeros(T, H, dtype=torch.float64)

@@ -351,8 +351,8 @@ def read_measured(path):
             shapes = {np.shape(row[name]) for row in r["lengths"] for name in MEASURED}
             steps = r["steps"] or {"speed": np.zeros((heads[0], 1, planes)), "turn": {}}
             if (shapes != {tuple(heads)} or 0 in (*heads, n, planes) or r["distances"] != [2 ** k for k in range(n)]
-                    or np.shape(steps["speed"])[2:] != (planes,) or not all(map(finite, steps["turn"].values()))
-                    or not all(0 <= int(token) <= sys.maxunicode for token in steps["turn"])):
+                    or np.shape(steps["speed"])[2:] != (planes,) or len(steps["speed"]) > heads[0]
+                    or not all(finite(x) and 0 <= int(token) <= sys.maxunicode for token, x in steps["turn"].items())):
                 raise ValueError(f"what {r['label']} says of its heads does not fit together")
         return results
     except (OSError, ValueError) as error:
