@@ -26,7 +26,8 @@ class Frame:
 
 
 class Attention(nn.Module):
-    window = None  # eval_length.py --window: a query sees itself and the window - 1 keys before it
+    window = None    # eval_length.py --window: a query sees itself and the window - 1 keys before it
+    cross_batch = 1  # train.py --cross_batch: sequences of a batch that a layer without positions reads as one text
 
     def __init__(self, config, position):
         super().__init__()
@@ -37,6 +38,10 @@ class Attention(nn.Module):
 
     def forward(self, x, embedding, idx, sequence, cache=None):
         """x: (B, T, C), the layer's normalised input; returns (B, T, C). `cache`: a Cache to decode with, or None."""
+        shape = x.shape
+        if self.training and self.cross_batch > 1:
+            x, embedding, idx = (t.unflatten(0, (-1, self.cross_batch)).flatten(1, 2) for t in (x, embedding, idx))
+            sequence = sequence[::self.cross_batch]
         B, T, C = x.shape
         frame = self.position(x, embedding, idx, sequence, cache and cache.state)
         qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)    # (3, B, H, T, D)
@@ -62,7 +67,7 @@ class Attention(nn.Module):
                 y = causal_attention(q, *past, self.window)
 
             y = frame.v.leave(y).to(dtype)                    # move back, at each query
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.proj(y.transpose(1, 2).reshape(shape))
 
 
 class Stay:

@@ -244,6 +244,32 @@ def test_float32_layer_is_close_to_float64_at_long_and_ragged_lengths(variant):
         torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("n_head", [8, 12])
+@pytest.mark.parametrize("pos", ["accrot_qkv+fox+nope", "rope+nope+logn"])
+def test_cross_batch_reads_sequences_of_a_batch_as_one_text(pos, n_head):
+    """Each query attends to its own sequence as before, and to all of those before it in its group."""
+    layer, alone = layer_of(dict(pos=pos), n_head), layer_of(dict(pos=pos), n_head).eval()
+    for together, T in ((1, 9), (3, 1), (2, 9), (3, 9), (6, 5)):
+        x, embedding = (torch.randn(6, T, 96, dtype=torch.float64, requires_grad=True) for _ in "xe")
+        idx, sequence, layer.cross_batch = tokens(6, T), torch.arange(6), together
+        weight, results = torch.randn(6, T, 96, dtype=torch.float64), []
+
+        def texts(t):
+            return t.reshape(6 // together, together * T, *t.shape[2:])
+        for compute in (lambda: layer(x, embedding, idx, sequence),
+                        lambda: reference_attention(layer, texts(x), texts(embedding), texts(idx), sequence[::together])):
+            out = compute().view(6, T, 96)
+            results.append([out, *torch.autograd.grad((out * weight).sum(), [x, *layer.parameters()])])
+        for fast, slow in zip(*results):
+            torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-12)
+        first = slice(None, None, together)  # nothing is before the first of a group
+        by_itself = alone(x, embedding, idx, sequence)
+        torch.testing.assert_close(results[0][0][first], by_itself[first], rtol=1e-9, atol=1e-12)
+        assert together == 1 or not torch.allclose(results[0][0], by_itself)
+        torch.testing.assert_close(layer.eval()(x, embedding, idx, sequence), by_itself, rtol=0, atol=0)  # in training alone
+        layer.train()
+
+
 # ---------------------------------------------------------------- conventions, as literals
 
 class GivenSteps(positional.ConstantRotation):
@@ -1589,6 +1615,28 @@ def test_two_ranks_and_accumulation_equal_one_process(pos, corpus, tmp_path):
     for a, b in zip(log_of(tmp_path / "one")[1:], log_of(tmp_path / "two")[1:]):
         for name in a.keys() & {"step", "loss", "val", "lr", "grad_norm"}:
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
+
+
+def test_cross_batch_is_trained_with_alike_on_any_number_of_ranks(corpus, tmp_path):
+    flags = ["--pos=accrot_qk+fox+nope", "--n_layer=2", "--dropout=0", "--batch_size=8", "--max_steps=3", "--log_interval=1"]
+    for out, together in (("plain", 1), ("one", 2)):
+        assert run_train(corpus, tmp_path / out, *flags, f"--cross_batch={together}") == 0
+    torchrun(2, *SMALL, f"--data={corpus}", f"--out={tmp_path / 'two'}", *flags, "--cross_batch=2", "--grad_accum=2")
+    assert run_train(corpus, tmp_path / "parts", *flags, "--cross_batch=2", "--stop_at=1") == 0
+    assert run_train(corpus, tmp_path / "parts", *flags, "--cross_batch=2", "--resume") == 0
+    plain, one, two, parts = (load(tmp_path / out)["model"] for out in ("plain", "one", "two", "parts"))
+    assert same(one, parts) and not same(one, plain)
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_cross_batch_wants_an_open_layer_and_a_whole_number_of_groups(corpus, tmp_path, capsys):
+    for flags, words in ((["--pos=rope+fox"], "cross_batch=4: pos=rope+fox opens no layer"),
+                         (["--pos=nope"], "pos=nope opens no layer"),
+                         (["--pos=rope+nope", "--batch_size=6"], "cross_batch=4: must divide the 6 sequences"),
+                         (["--pos=rope+nope", "--batch_size=4", "--grad_accum=2"], "= 1 x 2")):
+        assert run_train(corpus, tmp_path / "out", "--n_layer=2", "--cross_batch=4", *flags) == 2
+        assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_batches_depend_on_seed_step_and_index_only(corpus):

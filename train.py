@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from checks import CheckpointError, UsageError, integer, misfit, number, program, switch, whole
 from model import GPT, GPTConfig, autocast_for, device_of, is_weights, read_checkpoint
-from positional import check_upgrade
+from positional import check_upgrade, parse_position
 from prepare_data import TokenShards
 
 # Every knob: name, default (that of --config=paper), type, what it is. --config=demo changes those under DEMO.
@@ -33,6 +33,8 @@ KNOBS = (
     ("n_embd", 768, integer(1), "width"),
     ("block_size", 512, integer(1), "training length, in tokens"),
     ("dropout", 0.1, number(0, 0.99), "on the embedding and on residual branches"),
+    ("cross_batch", 1, integer(1), "sequences of a batch that layers opened by +nope read as one text, so that they learn to "
+                       "pass over what is far (Focused Transformer, arXiv 2307.03170). In training alone"),
     ("batch_size", 32, integer(1), "sequences per optimizer step, over all ranks"),
     ("grad_accum", 1, integer(1), "forward passes that make up one step; ranks x grad_accum must divide batch_size"),
     ("max_steps", 200_000, integer(0), "optimizer steps; 0 only writes the initial checkpoint"),
@@ -94,7 +96,10 @@ def check(settings):
     if settings["batch_size"] * settings["block_size"] > 2 ** 31:
         raise UsageError(f"batch_size={settings['batch_size']}: times block_size={settings['block_size']} is more than "
                          f"2^31 tokens a step")
-    model_config(settings, vocab_size=1)
+    config, together = model_config(settings, vocab_size=1), settings["cross_batch"]
+    if together > 1 and "nope" not in parse_position(config.pos)[2]:
+        raise UsageError(f"cross_batch={together}: pos={config.pos} opens no layer to other sequences; use one with +nope, "
+                         "as pos=accrot_qkv+fox+nope")
 
 
 def model_config(settings, vocab_size):
@@ -266,6 +271,9 @@ def train(settings, given, ranks):
     if rest:
         raise UsageError(f"batch_size={batch_size}: must be a multiple of ranks x grad_accum = "
                          f"{ranks.size} x {grad_accum}")
+    if micro % settings["cross_batch"]:
+        raise UsageError(f"cross_batch={settings['cross_batch']}: must divide the {micro} sequences that a rank takes at once: "
+                         f"batch_size={batch_size} over ranks x grad_accum = {ranks.size} x {grad_accum}")
     if checkpoint and checkpoint["data"]["shards"] != shards.meta["shards"]:
         raise UsageError(f"data={data}: not the tokens that {path} was trained on")
     device, leader = ranks.device, ranks.rank == 0
@@ -273,6 +281,9 @@ def train(settings, given, ranks):
     low = autocast.keywords["enabled"]
 
     model = GPT(model_config(settings, shards.vocab_size)).to(device)
+    for layer in model.blocks:
+        if layer.attention.position.open:
+            layer.attention.cross_batch = settings["cross_batch"]
     optimizer = make_optimizer(model, settings, device)
     first = checkpoint["step"] if checkpoint else 0
     if checkpoint:
