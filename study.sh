@@ -28,6 +28,7 @@ main    | alibi             | 3 | --pos=alibi                                   
 main    | fox               | 3 | --pos=fox                                             |
 main    | accrot_qkv+fox    | 3 | --pos=accrot_qkv+fox                                  | --logn
 main    | accrot_qkv+fox+nope | 3 | --pos=accrot_qkv+fox+nope                           | --logn
+main    | accrot_qkv+fox+nope-cross | 3 | --pos=accrot_qkv+fox+nope --cross_batch=12  | --logn
 main    | accrot_qk         | 3 | --pos=accrot_qk                                       | --logn
 main    | randrot_qk        | 3 | --pos=randrot_qk                                      | --logn
 main    | randrot_qkv       | 3 | --pos=randrot_qkv                                     | --logn
@@ -62,6 +63,7 @@ recall  | fox               | 1 | $RECALL --pos=fox                             
 recall  | accrot_qkv+fox    | 1 | $RECALL --pos=accrot_qkv+fox                          |
 recall  | accrot_qk         | 1 | $RECALL --pos=accrot_qk                               | --logn
 recall  | accrot_qkv+fox+nope | 1 | $RECALL --pos=accrot_qkv+fox+nope                   | --logn
+recall  | accrot_qkv+fox+nope-cross | 3 | $RECALL --pos=accrot_qkv+fox+nope --cross_batch=8 | --logn
 recall  | rope+fox+nope     | 1 | $RECALL --pos=rope+fox+nope                           | --logn
 recall  | rope+fox          | 1 | $RECALL --pos=rope+fox                                |
 recall  | alibi             | 1 | $RECALL --pos=alibi                                   |
@@ -69,6 +71,7 @@ large   | rope              | 1 | $LARGE --pos=rope                             
 large   | accrot_qkv        | 1 | $LARGE --pos=accrot_qkv                               | --logn
 large   | alibi             | 1 | $LARGE --pos=alibi                                    |
 large   | accrot_qkv+fox    | 1 | $LARGE --pos=accrot_qkv+fox                           |
+large   | accrot_qkv+fox+nope-cross | 1 | $LARGE --pos=accrot_qkv+fox+nope --cross_batch=6 |
 "
 SEEDS=${SEEDS:-1 2 3} PARTS=${PARTS:-main context warm heads large steps recall}
 
