@@ -171,7 +171,7 @@ def evaluate(path, args):
     autocast, model = autocast_for(device, args.dtype), GPT.from_checkpoint(path, device)
     config, checkpoint = model.config, model.checkpoint
     tricks = {"ntk": args.ntk, "window": args.window, "logn": args.logn}
-    label, setup = label_of(config, **tricks), partial(apply_tricks, model, **tricks)
+    label, setup = label_of(config, checkpoint, **tricks), partial(apply_tricks, model, **tricks)
     check_tricks(model, path, args)
     shards = held_out(args.data, checkpoint, path)
     lengths, n_tokens = plan(shards, config.block_size, args.lengths, args.tokens)
@@ -199,9 +199,10 @@ def evaluate(path, args):
             "by_position": loss_by_position(losses[max(lengths)], max(lengths)), "recall": recall}
 
 
-def label_of(config, ntk=False, window=None, logn=False):
+def label_of(config, checkpoint, ntk=False, window=None, logn=False):
+    together = checkpoint["train"].get("cross_batch")  # older ones have none
     parts = [(config.pos, True), (config.angles, config.angles != "token"), ("own", config.value_route == "own"),
-             ("ntk", ntk), (f"window {window}", window), ("logn", logn)]
+             (f"cross {together}", count(together) and together > 1), ("ntk", ntk), (f"window {window}", window), ("logn", logn)]
     return " ".join(word for word, said in parts if said)
 
 
@@ -221,7 +222,8 @@ def average(results):
     those means over the runs, None for a single run."""
     groups, merged = {}, []
     for r in results:
-        same = r["train"] | dict.fromkeys({*FREE_ON_RESUME, "seed"}) | {"init_from": bool(r["train"]["init_from"])}
+        same = {"cross_batch": 1} | r["train"] | {"init_from": bool(r["train"]["init_from"])}  # 1: older ones have none
+        same |= dict.fromkeys({*FREE_ON_RESUME, "seed"})
         rows = [[row.get("length"), row.get("gap"), sorted(row)] for row in (*r["lengths"], *r["recall"])]
         key = json.dumps([r["label"], r["step"], r["targets"], r["data"], r.get("val_sha256"), r.get("dtype"), same,
                           rows, r["by_position"]["first_position"]], sort_keys=True)

@@ -63,7 +63,7 @@ recall  | fox               | 1 | $RECALL --pos=fox                             
 recall  | accrot_qkv+fox    | 1 | $RECALL --pos=accrot_qkv+fox                          |
 recall  | accrot_qk         | 1 | $RECALL --pos=accrot_qk                               | --logn
 recall  | accrot_qkv+fox+nope | 1 | $RECALL --pos=accrot_qkv+fox+nope                   | --logn
-recall  | accrot_qkv+fox+nope-cross | 3 | $RECALL --pos=accrot_qkv+fox+nope --cross_batch=8 | --logn
+recall  | accrot_qkv+fox+nope-cross | 1 | $RECALL --pos=accrot_qkv+fox+nope --cross_batch=8 | --logn
 recall  | rope+fox+nope     | 1 | $RECALL --pos=rope+fox+nope                           | --logn
 recall  | rope+fox          | 1 | $RECALL --pos=rope+fox                                |
 recall  | alibi             | 1 | $RECALL --pos=alibi                                   |

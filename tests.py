@@ -1626,6 +1626,10 @@ def test_cross_batch_is_trained_with_alike_on_any_number_of_ranks(corpus, tmp_pa
     assert run_train(corpus, tmp_path / "parts", *flags, "--cross_batch=2", "--resume") == 0
     plain, one, two, parts = (load(tmp_path / out)["model"] for out in ("plain", "one", "two", "parts"))
     assert same(one, parts) and not same(one, plain)
+    checkpoints = [str(tmp_path / out / "ckpt.pt") for out in ("plain", "one")]
+    assert eval_length.main([*checkpoints, "--lengths=32,64", "--tokens=512", f"--json={tmp_path}/r.json"]) == 0
+    labels = [r["label"] for r in json.loads((tmp_path / "r.json").read_text())]
+    assert labels == ["accrot_qk+fox+nope", "accrot_qk+fox+nope cross 2"]
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-5)
 
@@ -1932,9 +1936,10 @@ def test_an_average_is_over_seeds_alone_with_the_standard_error_over_them(tmp_pa
                          by_position={"first_position": [0], "loss": [loss], "length": 128},
                          train={"pos": "rope", "seed": seed, "out": f"o{seed}", "init_from": "", **train})
     logs = 1 + np.log([1.0, 2.0, 3.0])                           # ratios 1, 2 and 3: mean 2, error 1 / sqrt 3
-    runs = [run(loss, seed) for seed, loss in enumerate(logs)]
-    mean, alone, other = eval_length.average(runs + [run(1.0, 0, lr=5), run(1.0, 0, init_from="x/ckpt.pt")])
-    assert mean["runs"] == 3 and alone["runs"] == other["runs"] == 1
+    runs = [run(loss, seed, **{"cross_batch": 1} if seed else {}) for seed, loss in enumerate(logs)]  # older runs have none
+    mean, alone, other, together = eval_length.average(
+        runs + [run(1.0, 0, lr=5), run(1.0, 0, init_from="x/ckpt.pt"), run(1.0, 0, cross_batch=2)])
+    assert mean["runs"] == 3 and alone["runs"] == other["runs"] == together["runs"] == 1
     row = mean["lengths"][1]
     assert row["ratio"] == pytest.approx(2) and row["ratio_error"] == pytest.approx(3 ** -0.5)
     assert row["perplexity"] == pytest.approx(2 * math.e) and row["perplexity_error"] == pytest.approx(math.e * 3 ** -0.5)

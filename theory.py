@@ -316,7 +316,7 @@ def measure(path, args):
         ids = torch.from_numpy(shards.read(len(shards) - longest, longest))[1:]
         common = ids.bincount().topk(min(24, len(ids.unique()))).indices.tolist()
         steps = {"speed": rounded(speed), "turn": {str(i): rounded(off[..., ids == i].mean()) for i in common}}
-    return {"label": label_of(config), "checkpoint": path, "seed": config.seed, "step": trained["step"],
+    return {"label": label_of(config, trained), "checkpoint": path, "seed": config.seed, "step": trained["step"],
             "block_size": block_size, "data": shards.meta["source"], "texts": args.texts, "lengths": rows,
             "distances": distances, "coherence": rounded(route), "window": window(distances, route.mean((0, 1, 3)).tolist()),
             "steps": steps, "bytes": shards.meta["tokenizer"] == "bytes"}
