@@ -178,7 +178,8 @@ def evaluate(path, args):
     most = len(shards) - max(2, config.block_size) - 1
     if args.gaps and (not args.recall or max(args.gaps) > most):
         raise UsageError(f"gaps={max(args.gaps)}: needs --recall=PASSAGES, and the val split has room for {most}")
-    gaps = args.gaps or [n for n in (0, *(config.block_size * k // 2 for k in MULTIPLES)) if n <= most and args.recall]
+    halves = {0, *(config.block_size * k // 2 for k in MULTIPLES)} if args.recall else ()
+    gaps = args.gaps or sorted(n for n in halves if n <= most)
     work = n_tokens * len(lengths) + args.recall * sum(2 * (gap + config.block_size) for gap in gaps)
     losses, clock = {}, [time.perf_counter()]
     with tqdm(total=work, unit="token", unit_scale=True, disable=None, leave=False, desc=label) as bar:

@@ -340,8 +340,11 @@ def prepare(args):
         if not any(written.values()):
             raise DataError(f"--dataset={args.dataset}: no document is left to write ({dict(counts)}); "
                             f"--min_doc_tokens={args.min_doc_tokens} may be too many")
-        shards = {split: [seal(out / f"{split}_{i // args.shard_tokens:06d}.bin", dtype, min(n - i, args.shard_tokens))
-                          for i in range(0, n, args.shard_tokens)] for split, n in written.items()}
+        shards = {split: [] for split in SPLITS}
+        starts = [(split, i) for split, n in written.items() for i in range(0, n, args.shard_tokens)]
+        for split, i in tqdm(starts, desc="checksums", unit="shard", disable=None, leave=False):
+            name, n = f"{split}_{i // args.shard_tokens:06d}.bin", min(written[split] - i, args.shard_tokens)
+            shards[split].append(seal(out / name, dtype, n))
         meta = dict(tokenizer=args.tokenizer, vocab_size=tokenizer.n_vocab, eot=tokenizer.eot_token, source=source,
                     split_rule=SPLIT_RULE, documents={split: counts[split] for split in SPLITS}, tokens=written,
                     handled={k: counts[k] for k in ("read", "empty_dropped", "short_dropped", "mended", "run_cut")},

@@ -3178,6 +3178,12 @@ def model_width(changes):
     return changes.get("n_embd", 96) // changes.get("n_head", 12)
 
 
+def test_a_training_length_of_1_is_asked_for_each_gap_once(corpus, tmp_path):
+    assert run_train(corpus, tmp_path / "o", "--block_size=1", "--max_steps=0") == 0
+    assert eval_length.main([f"{tmp_path}/o/ckpt.pt", "--lengths=1,2", "--tokens=64", "--recall=2", f"--json={tmp_path}/r.json"]) == 0
+    assert [row["gap"] for row in results_in(f"{tmp_path}/r.json")[0]["recall"]] == [0, 1, 2, 4, 8, 16, 32, 64]
+
+
 def test_a_text_of_one_letter_is_learnt_to_loss_0(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "a" * (400 + i)}) + "\n" for i in range(20)))
     assert prepare_data.main([f"--dataset={tmp_path}/a.jsonl", "--tokenizer=bytes", f"--out={tmp_path}/d", "--val_fraction=0.5",
