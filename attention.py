@@ -39,9 +39,8 @@ class Attention(nn.Module):
     def forward(self, x, embedding, idx, sequence, cache=None):
         """x: (B, T, C), the layer's normalised input; returns (B, T, C). `cache`: a Cache to decode with, or None."""
         shape = x.shape
-        if self.training and self.cross_batch > 1:
-            x, embedding, idx = (t.unflatten(0, (-1, self.cross_batch)).flatten(1, 2) for t in (x, embedding, idx))
-            sequence = sequence[::self.cross_batch]
+        if self.training and self.cross_batch > 1:  # such a layer reads neither embedding nor sequence
+            x, idx = (t.unflatten(0, (-1, self.cross_batch)).flatten(1, 2) for t in (x, idx))
         B, T, C = x.shape
         frame = self.position(x, embedding, idx, sequence, cache and cache.state)
         qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)    # (3, B, H, T, D)

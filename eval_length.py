@@ -201,9 +201,10 @@ def evaluate(path, args):
 
 
 def label_of(config, checkpoint, ntk=False, window=None, logn=False):
-    together = checkpoint["train"].get("cross_batch")  # older ones have none
+    together = checkpoint["train"].get("cross_batch", 1)  # older ones have none
+    crossed = count(together) and together > 1
     parts = [(config.pos, True), (config.angles, config.angles != "token"), ("own", config.value_route == "own"),
-             (f"cross {together}", count(together) and together > 1), ("ntk", ntk), (f"window {window}", window), ("logn", logn)]
+             (crossed and f"cross {together}", crossed), ("ntk", ntk), (f"window {window}", window), ("logn", logn)]
     return " ".join(word for word, said in parts if said)
 
 

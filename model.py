@@ -188,10 +188,11 @@ class GPT(nn.Module):
 
     def flops_per_token(self, length):
         """Floating-point operations of one training step per token: 6 per weight in a matrix product (the embedding is a
-        look-up), 12 per layer, channel and token of context (PaLM, arXiv 2204.02311, appendix B; causality not deducted)."""
+        look-up), 12 per layer, channel and token of context (PaLM, arXiv 2204.02311, appendix B; causality not deducted).
+        With train.py --cross_batch the context of an open layer is that of all sequences which it reads as one."""
         look_ups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
         weights = sum(p.numel() for p in self.parameters()) - look_ups
-        return 6 * weights + 12 * self.config.n_layer * self.config.n_embd * length
+        return 6 * weights + 12 * self.config.n_embd * length * sum(block.attention.cross_batch for block in self.blocks)
 
     @classmethod
     def from_checkpoint(cls, path, device="cpu"):
@@ -253,7 +254,7 @@ def read_checkpoint(path):
             zipfile.BadZipFile, zlib.error, struct.error) as error:  # what unpickling and unzipping nonsense can raise
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(f"{path}: not a whole checkpoint of train.py ({why})") from None
-    if wrong := misfit(checkpoint, CHECKPOINT):
+    if wrong := misfit(checkpoint, CHECKPOINT) or misfit(checkpoint, {"train": is_settings}):
         raise CheckpointError(f"{path}: not a checkpoint of train.py: {wrong}")
     try:
         config = GPTConfig(**checkpoint["config"])
@@ -267,6 +268,10 @@ def read_checkpoint(path):
 def is_weights(value):
     return isinstance(value, dict) and all(isinstance(name, str) and isinstance(weight, torch.Tensor)
                                            and weight.is_floating_point() for name, weight in value.items())
+
+
+def is_settings(value):
+    return all(isinstance(name, str) and isinstance(setting, (str, int, float)) for name, setting in value.items())
 
 
 CHECKPOINT = {"config": {field.name: object for field in fields(GPTConfig)}, "model": is_weights, "step": count,

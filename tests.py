@@ -270,6 +270,18 @@ def test_cross_batch_reads_sequences_of_a_batch_as_one_text(pos, n_head):
         layer.train()
 
 
+def test_cross_batch_in_a_compiled_graph_with_dropout():
+    model, idx = GPT(config_of(pos="rope+fox+nope+logn", dropout=0.2)), tokens(4, 9)
+    model.blocks[-1].attention.cross_batch, grads = 2, []
+    backend = "aot_eager" if torch.__version__ >= "2.7" else "eager"
+    for m in (model, torch.compile(model, backend=backend, fullgraph=True, dynamic=False)):
+        torch.manual_seed(3)
+        grads.append(torch.autograd.grad(m(idx, idx)[1], list(model.parameters())))
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert model.flops_per_token(9) == model.eval().flops_per_token(0) + 12 * 96 * 9 * (1 + 2)
+
+
 # ---------------------------------------------------------------- conventions, as literals
 
 class GivenSteps(positional.ConstantRotation):
@@ -1617,15 +1629,22 @@ def test_two_ranks_and_accumulation_equal_one_process(pos, corpus, tmp_path):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
 
 
-def test_cross_batch_is_trained_with_alike_on_any_number_of_ranks(corpus, tmp_path):
+def test_cross_batch_is_trained_with_alike_on_any_number_of_ranks(corpus, tmp_path, monkeypatch):
     flags = ["--pos=accrot_qk+fox+nope", "--n_layer=2", "--dropout=0", "--batch_size=8", "--max_steps=3", "--log_interval=1"]
-    for out, together in (("plain", 1), ("one", 2)):
-        assert run_train(corpus, tmp_path / out, *flags, f"--cross_batch={together}") == 0
+    together, original = [], train.make_optimizer
+
+    def seen(model, *arguments):
+        together.append([block.attention.cross_batch for block in model.blocks])
+        return original(model, *arguments)
+    monkeypatch.setattr(train, "make_optimizer", seen)
+    for out, n in (("plain", 1), ("one", 2)):
+        assert run_train(corpus, tmp_path / out, *flags, f"--cross_batch={n}") == 0
     torchrun(2, *SMALL, f"--data={corpus}", f"--out={tmp_path / 'two'}", *flags, "--cross_batch=2", "--grad_accum=2")
     assert run_train(corpus, tmp_path / "parts", *flags, "--cross_batch=2", "--stop_at=1") == 0
     assert run_train(corpus, tmp_path / "parts", *flags, "--cross_batch=2", "--resume") == 0
     plain, one, two, parts = (load(tmp_path / out)["model"] for out in ("plain", "one", "two", "parts"))
     assert same(one, parts) and not same(one, plain)
+    assert together == [[1, 1], [1, 2], [1, 2], [1, 2]]  # the last layer alone is open
     checkpoints = [str(tmp_path / out / "ckpt.pt") for out in ("plain", "one")]
     assert eval_length.main([*checkpoints, "--lengths=32,64", "--tokens=512", f"--json={tmp_path}/r.json"]) == 0
     labels = [r["label"] for r in json.loads((tmp_path / "r.json").read_text())]
@@ -1641,6 +1660,27 @@ def test_cross_batch_wants_an_open_layer_and_a_whole_number_of_groups(corpus, tm
                          (["--pos=rope+nope", "--batch_size=4", "--grad_accum=2"], "= 1 x 2")):
         assert run_train(corpus, tmp_path / "out", "--n_layer=2", "--cross_batch=4", *flags) == 2
         assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_run_from_before_cross_batch_goes_on(corpus, tmp_path):
+    assert run_train(corpus, tmp_path / "whole", "--max_steps=4") == 0
+    assert run_train(corpus, tmp_path / "parts", "--max_steps=4", "--stop_at=2") == 0
+    checkpoint = load(tmp_path / "parts")
+    del checkpoint["train"]["cross_batch"]
+    checkpoint["train"]["batch_size"] = 4.0  # a foreign program's way to write 4
+    torch.save(checkpoint, tmp_path / "parts" / "ckpt.pt")
+    assert run_train(corpus, tmp_path / "parts", "--max_steps=4", "--resume") == 0
+    assert same(load(tmp_path / "whole")["model"], load(tmp_path / "parts")["model"])
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), [1], None, {"a": 1}], ids=str)
+def test_a_checkpoint_with_settings_that_are_no_settings_is_refused(value, corpus, tmp_path, capsys):
+    assert run_train(corpus, tmp_path, "--max_steps=0") == 0
+    checkpoint = load(tmp_path)
+    checkpoint["train"]["cross_batch"] = value
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    assert eval_length.main([f"{tmp_path}/ckpt.pt"]) == 2
+    assert "not a checkpoint of train.py: train is" in capsys.readouterr().err
 
 
 def test_batches_depend_on_seed_step_and_index_only(corpus):

@@ -33,8 +33,9 @@ KNOBS = (
     ("n_embd", 768, integer(1), "width"),
     ("block_size", 512, integer(1), "training length, in tokens"),
     ("dropout", 0.1, number(0, 0.99), "on the embedding and on residual branches"),
-    ("cross_batch", 1, integer(1), "sequences of a batch that layers opened by +nope read as one text, so that they learn to "
-                       "pass over what is far (Focused Transformer, arXiv 2307.03170). In training alone"),
+    ("cross_batch", 1, integer(1), "sequences of a batch that layers opened by +nope read as one text in training, so that "
+                                   "they learn to pass over what is far (arXiv 2307.03170); must divide what a rank takes "
+                                   "at once, batch_size / (ranks x grad_accum)"),
     ("batch_size", 32, integer(1), "sequences per optimizer step, over all ranks"),
     ("grad_accum", 1, integer(1), "forward passes that make up one step; ranks x grad_accum must divide batch_size"),
     ("max_steps", 200_000, integer(0), "optimizer steps; 0 only writes the initial checkpoint"),
@@ -240,10 +241,11 @@ def device_name(device):
 def resumed_settings(settings, given, checkpoint, path):
     """A resumed run has the checkpoint's settings. A flag that says otherwise is refused, but for those that say where
     and how the same run is computed. (Of these, dtype changes rounding, and grad_accum dropout's masks.)"""
-    old = {name: checkpoint["train"].get(name) for name in settings}
+    old = {name: ({"cross_batch": 1} | checkpoint["train"]).get(name) for name in settings}  # 1: older ones have none
     for name, _, kind, _ in (*KNOBS, ("config", "", str, "")):  # as strict as the command line: it may be anybody's
         with suppress(argparse.ArgumentTypeError):
             if isinstance(old[name], (str, int, float)) and kind(str(old[name])) == old[name]:
+                old[name] = kind(str(old[name]))  # 2.0 is 2
                 continue
         raise CheckpointError(f"{path}: no settings of a run: {name} is {old[name]!r}")
     for name in sorted(given - FREE_ON_RESUME):
