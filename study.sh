@@ -71,6 +71,7 @@ large   | rope              | 1 | $LARGE --pos=rope                             
 large   | accrot_qkv        | 1 | $LARGE --pos=accrot_qkv                               | --logn
 large   | alibi             | 1 | $LARGE --pos=alibi                                    |
 large   | accrot_qkv+fox    | 1 | $LARGE --pos=accrot_qkv+fox                           |
+large   | accrot_qkv+fox+nope | 1 | $LARGE --pos=accrot_qkv+fox+nope                 |
 large   | accrot_qkv+fox+nope-cross | 1 | $LARGE --pos=accrot_qkv+fox+nope --cross_batch=6 |
 "
 SEEDS=${SEEDS:-1 2 3} PARTS=${PARTS:-main context warm heads large steps recall}
