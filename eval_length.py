@@ -201,10 +201,10 @@ def evaluate(path, args):
 
 
 def label_of(config, checkpoint, ntk=False, window=None, logn=False):
-    together = checkpoint["train"].get("cross_batch", 1)  # older ones have none
-    crossed = count(together) and together > 1
+    together = checkpoint["train"]["cross_batch"]
+    together = together if count(together) and together > 1 else None                         # it may be anybody's
     parts = [(config.pos, True), (config.angles, config.angles != "token"), ("own", config.value_route == "own"),
-             (crossed and f"cross {together}", crossed), ("ntk", ntk), (f"window {window}", window), ("logn", logn)]
+             (f"cross {together}", together), ("ntk", ntk), (f"window {window}", window), ("logn", logn)]
     return " ".join(word for word, said in parts if said)
 
 

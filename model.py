@@ -256,6 +256,7 @@ def read_checkpoint(path):
         raise CheckpointError(f"{path}: not a whole checkpoint of train.py ({why})") from None
     if wrong := misfit(checkpoint, CHECKPOINT) or misfit(checkpoint, {"train": is_settings}):
         raise CheckpointError(f"{path}: not a checkpoint of train.py: {wrong}")
+    checkpoint["train"].setdefault("cross_batch", 1)      # a knob that older checkpoints have not
     try:
         config = GPTConfig(**checkpoint["config"])
     except (UsageError, TypeError) as error:              # TypeError: a field that this code has not

@@ -241,11 +241,11 @@ def device_name(device):
 def resumed_settings(settings, given, checkpoint, path):
     """A resumed run has the checkpoint's settings. A flag that says otherwise is refused, but for those that say where
     and how the same run is computed. (Of these, dtype changes rounding, and grad_accum dropout's masks.)"""
-    old = {name: ({"cross_batch": 1} | checkpoint["train"]).get(name) for name in settings}  # 1: older ones have none
+    old = {name: checkpoint["train"].get(name) for name in settings}
     for name, _, kind, _ in (*KNOBS, ("config", "", str, "")):  # as strict as the command line: it may be anybody's
         with suppress(argparse.ArgumentTypeError):
-            if isinstance(old[name], (str, int, float)) and kind(str(old[name])) == old[name]:
-                old[name] = kind(str(old[name]))  # 2.0 is 2
+            if isinstance(old[name], (str, int, float)) and (value := kind(str(old[name]))) == old[name]:
+                old[name] = value  # 2.0 is 2
                 continue
         raise CheckpointError(f"{path}: no settings of a run: {name} is {old[name]!r}")
     for name in sorted(given - FREE_ON_RESUME):
