@@ -5,7 +5,7 @@
 #   ./study.sh main rope 1            one row: group, name, seed
 #   SEEDS="1 2" PARTS="main" ./study.sh   some of it
 #
-# Rows of "recall" learn to copy random letters, and are asked how far back they can.
+# Rows of "recall" learn to copy random letters, and are asked how far back they can; those of "mixed" learn it beside the text.
 # A row ends as NAME-SEED.json (what eval_length.py found) and .log.jsonl (what train.py logged) in results/study/GROUP. What
 # it does on long documents alone is in results/study/long; how far its routes reach, in results/study/theory.
 # Needs the .venv of `make demo`; without a C++ compiler it runs uncompiled, a quarter slower.
@@ -19,6 +19,7 @@ COMPILE=$(command -v g++ >/dev/null && echo --compile || true)
 export DTYPE=${DTYPE:-$(grep -qs avx512_bf16 /proc/cpuinfo && echo bfloat16 || echo float32)}
 
 RECALL="--data=data/copies --n_layer=2 --block_size=128 --batch_size=32 --max_steps=3000"
+MIXED="--data=data/mixed --max_steps=3000"
 LARGE="--n_embd=256 --n_head=4 --block_size=512 --batch_size=6 --eval_interval=300"
 # group | name | seeds | flags of train.py that differ from the common ones | evaluations besides the plain one
 ROWS="
@@ -67,6 +68,9 @@ recall  | accrot_qkv+fox+nope-cross | 1 | $RECALL --pos=accrot_qkv+fox+nope --cr
 recall  | rope+fox+nope     | 1 | $RECALL --pos=rope+fox+nope                           | --logn
 recall  | rope+fox          | 1 | $RECALL --pos=rope+fox                                |
 recall  | alibi             | 1 | $RECALL --pos=alibi                                   |
+mixed   | accrot_qkv+fox    | 1 | $MIXED --pos=accrot_qkv+fox                           |
+mixed   | accrot_qkv+fox+nope-cross | 1 | $MIXED --pos=accrot_qkv+fox+nope --cross_batch=12 |
+mixed   | rope              | 1 | $MIXED --pos=rope                                     | --window=256
 large   | rope              | 1 | $LARGE --pos=rope                                     | --window=512
 large   | accrot_qkv        | 1 | $LARGE --pos=accrot_qkv                               | --logn
 large   | alibi             | 1 | $LARGE --pos=alibi                                    |
@@ -74,7 +78,7 @@ large   | accrot_qkv+fox    | 1 | $LARGE --pos=accrot_qkv+fox                   
 large   | accrot_qkv+fox+nope | 1 | $LARGE --pos=accrot_qkv+fox+nope                 |
 large   | accrot_qkv+fox+nope-cross | 1 | $LARGE --pos=accrot_qkv+fox+nope --cross_batch=6 |
 "
-SEEDS=${SEEDS:-1 2 3} PARTS=${PARTS:-main context warm heads large steps recall}
+SEEDS=${SEEDS:-1 2 3} PARTS=${PARTS:-main context warm heads large steps recall mixed}
 
 trained() {  # out steps flags...: train to the end, or go on to it; a run that a signal stopped has no validation there
     $RUN train.py "${@:3}" --out="$1"
@@ -104,21 +108,25 @@ row() {  # group name seed: train, evaluate, keep
     local few="--lengths=$((16 * length)),$((128 * length)) --tokens=$tokens"
     local plain="--lengths=$length,$((2 * length)),$((4 * length)),$((16 * length)),$((64 * length)),$((128 * length)) --tokens=$tokens
                  --recall=16 --gaps=0,$((length / 2)),$((2 * length)),$((8 * length))"
-    if [ "$group" = recall ]; then
-        plain="--data=data/letters --lengths=$length --tokens=$tokens --recall=64
-               --gaps=0,$((length / 2)),$length,$((2 * length)),$((4 * length)),$((8 * length)),$((32 * length))" few=$plain
-    fi
+    local letters="--data=data/letters --lengths=$length --tokens=$tokens --recall=64
+                   --gaps=0,$((length / 2)),$length,$((2 * length)),$((4 * length)),$((8 * length)),$((32 * length))"
+    [ "$group" = recall ] && plain=$letters few=$letters
+    [ "$group" = mixed ] && plain+=" --data=data/stdlib" few+=" --data=data/stdlib" long=$KEEP/long/mixed-$name-$seed.json
     $RUN eval_length.py "$out/ckpt.pt" $plain --json="$out/eval0.json"
     for trick in $tricks; do
         number=$((number + 1))
         $RUN eval_length.py "$out/ckpt.pt" $few $trick --json="$out/eval$number.json"
     done
-    if [ "$group" = main ]; then  # on long documents alone
+    if [ "$group" = main ] || [ "$group" = mixed ]; then  # on long documents alone
         for trick in "" $tricks; do
             $RUN eval_length.py "$out/ckpt.pt" --data=data/stdlib-long --lengths=$((16 * length)) --tokens=$tokens $trick \
                 --json="$out/long$trick.json"
         done
         $RUN eval_length.py "$out"/long*.json --json="$long"
+    fi
+    if [ "$group" = mixed ]; then
+        mkdir -p "$KEEP/letters"
+        $RUN eval_length.py "$out/ckpt.pt" $letters --json="$KEEP/letters/$name-$seed.json"
     fi
     if [[ $name =~ rot|orth|reflect ]]; then  # how far its routes reach, and what its steps are
         $RUN theory.py --ckpt="$out/ckpt.pt" --lengths=$length,$((16 * length)) --json="$KEEP/theory/$group-$name-$seed.json"
@@ -147,6 +155,14 @@ with open("data/copies.jsonl", "w") as copies, open("data/letters.jsonl", "w") a
         alone.write(json.dumps({"text": letters(100_000, 100_000)}) + "\n")
 PYTHON
     $RUN prepare_data.py --dataset=data/copies.jsonl --val_fraction=0.02 --tokenizer=bytes --out=data/copies
+    [ -f data/mixed/meta.json ] || $RUN - <<'PYTHON'
+import json, prepare_data
+with open("data/mixed.jsonl", "w") as mixed:  # the text, a third, then the copies
+    for path, _ in prepare_data.local_files("stdlib"):
+        mixed.write(json.dumps({"text": prepare_data.text_of(path, 1, open(path, "rb").read(), None)[0]}) + "\n")
+    mixed.write(open("data/copies.jsonl").read())
+PYTHON
+    $RUN prepare_data.py --dataset=data/mixed.jsonl --tokenizer=bytes --out=data/mixed
     $RUN prepare_data.py --dataset=data/letters.jsonl --val_fraction=0.5 --tokenizer=bytes --out=data/letters
 }
 
