@@ -19,7 +19,7 @@ COMPILE=$(command -v g++ >/dev/null && echo --compile || true)
 export DTYPE=${DTYPE:-$(grep -qs avx512_bf16 /proc/cpuinfo && echo bfloat16 || echo float32)}
 
 RECALL="--data=data/copies --n_layer=2 --block_size=128 --batch_size=32 --max_steps=3000"
-MIXED="--data=data/mixed --max_steps=3000"
+MIXED="${RECALL/copies/mixed} --max_steps=6000"
 LARGE="--n_embd=256 --n_head=4 --block_size=512 --batch_size=6 --eval_interval=300"
 # group | name | seeds | flags of train.py that differ from the common ones | evaluations besides the plain one
 ROWS="
@@ -69,8 +69,8 @@ recall  | rope+fox+nope     | 1 | $RECALL --pos=rope+fox+nope                   
 recall  | rope+fox          | 1 | $RECALL --pos=rope+fox                                |
 recall  | alibi             | 1 | $RECALL --pos=alibi                                   |
 mixed   | accrot_qkv+fox    | 1 | $MIXED --pos=accrot_qkv+fox                           |
-mixed   | accrot_qkv+fox+nope-cross | 1 | $MIXED --pos=accrot_qkv+fox+nope --cross_batch=12 |
-mixed   | rope              | 1 | $MIXED --pos=rope                                     | --window=256
+mixed   | accrot_qkv+fox+nope-cross | 1 | $MIXED --pos=accrot_qkv+fox+nope --cross_batch=8 |
+mixed   | rope              | 1 | $MIXED --pos=rope                                     | --window=128
 large   | rope              | 1 | $LARGE --pos=rope                                     | --window=512
 large   | accrot_qkv        | 1 | $LARGE --pos=accrot_qkv                               | --logn
 large   | alibi             | 1 | $LARGE --pos=alibi                                    |
@@ -93,7 +93,7 @@ row() {  # group name seed: train, evaluate, keep
     [ -n "$flags" ] || { echo "study.sh: no row '$group $name'" >&2; exit 2; }
     mkdir -p "$out" "$KEEP/$group" "$KEEP/long" "$KEEP/theory"
     local steps=1200
-    [[ $flags =~ --max_steps=([0-9]+) ]] && steps=${BASH_REMATCH[1]}
+    [[ $flags =~ .*--max_steps=([0-9]+) ]] && steps=${BASH_REMATCH[1]}  # the last
     local common="--config=demo --data=data/stdlib --max_steps=1200 --dtype=$DTYPE --eval_interval=1200
                   --log_interval=50 --seed=$seed --resume $COMPILE"
     if [[ $flags =~ --init_from=([a-z_]+) ]]; then  # first the half of the steps that RoPE takes
