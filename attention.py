@@ -4,6 +4,8 @@ Mechanisms differ only in the Frame that positional.py fills with the routes def
 serves them all and nothing T x T is formed, at any length. A bias accumulated along the route rides inside the kernel
 as a key coordinate. PaTH alone has no common frame; path_attention carries its keys from chunk to chunk instead.
 """
+from dataclasses import dataclass
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -14,20 +16,37 @@ def precise(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+@dataclass
 class Frame:
     """What a position tells attention about one layer.
 
     qk, v        how queries and keys, and how values, enter (and the output leaves) the common frame
     key_bias     c of the bias -(c_i - c_j): (1 or B, H, T) float64, or None
     query_scale  factor on the content part of each query's logits: (H or 1, T, 1), or None
-    state        what decoding must remember of the tokens so far"""
-    def __init__(self, qk, v, key_bias, query_scale, state):
-        self.qk, self.v, self.key_bias, self.query_scale, self.state = qk, v, key_bias, query_scale, state
+    state        what decoding must remember of the tokens so far
+    together     sequences of the batch that are read as one text (training with --cross_batch)
+    open         the Frame of a second reading, of what came after, or None
+    weight       of this reading: (B, H, T, 1), or None: 1"""
+    qk: object
+    v: object
+    key_bias: torch.Tensor | None
+    query_scale: torch.Tensor | None
+    state: tuple
+    together: int = 1
+    open: "Frame | None" = None
+    weight: torch.Tensor | None = None
+
+    def enter(self, qkv):
+        """Queries, keys and values (3, B, H, T, D), each moved into the common frame, what is routed alike in one go."""
+        if self.v is self.qk:
+            q, k, v = self.qk.enter(qkv)
+        else:
+            (q, k), v = self.qk.enter(qkv[:2]), self.v.enter(qkv[2])
+        return q if self.query_scale is None else q * self.query_scale, k, v
 
 
 class Attention(nn.Module):
-    window = None    # eval_length.py --window: a query sees itself and the window - 1 keys before it
-    cross_batch = 1  # train.py --cross_batch: sequences of a batch that a layer without positions reads as one text
+    window = None  # eval_length.py --window: a query sees itself and the window - 1 keys before it
 
     def __init__(self, config, position):
         super().__init__()
@@ -38,35 +57,51 @@ class Attention(nn.Module):
 
     def forward(self, x, embedding, idx, sequence, cache=None):
         """x: (B, T, C), the layer's normalised input; returns (B, T, C). `cache`: a Cache to decode with, or None."""
-        shape = x.shape
-        if self.training and self.cross_batch > 1:  # such a layer reads neither embedding nor sequence
-            x, idx = (t.unflatten(0, (-1, self.cross_batch)).flatten(1, 2) for t in (x, idx))
-        B, T, C = x.shape
-        frame = self.position(x, embedding, idx, sequence, cache and cache.state)
-        qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)    # (3, B, H, T, D)
-        path, dtype = isinstance(frame.qk, Path), qkv.dtype
-
+        frame, qkv = self.position(x, embedding, idx, sequence, cache and cache.state), self.project(x)
         with torch.autocast(x.device.type, enabled=False):    # autocast has set the type of q, k, v; routes keep theirs
-            # move in: into the common frame, what is routed alike in one go
-            if frame.v is frame.qk:
-                q, k, v = frame.qk.enter(qkv)
-            else:
-                (q, k), v = frame.qk.enter(qkv[:2]), frame.v.enter(qkv[2])
-            if frame.query_scale is not None:
-                q = q * frame.query_scale
-            q, k, v = (precise(t) if path else t.to(dtype) for t in (q, k, v))  # PaTH rewrites its keys: not rounded
-
-            # attend
-            past = (k, v, frame.key_bias) if cache is None else cache.append(k, v, frame)
-            if path:
-                y, k = path_attention(q, *past, frame.qk, self.window)
+            y = self.read(qkv, frame, cache)
+            if frame.open is not None:
+                last = None
                 if cache is not None:
-                    past[0][:, :, -k.size(2):] = k            # in the cache, of which past is a view
-            else:
-                y = causal_attention(q, *past, self.window)
+                    cache.open = cache.open or Cache(cache.capacity)
+                    last, cache.last_key = cache.last_key, qkv[1, ..., -1:, :]
+                y = y + self.read(what_follows(qkv, last), frame.open, cache and cache.open)
+        return self.proj(y.transpose(1, 2).reshape(x.shape))
 
-            y = frame.v.leave(y).to(dtype)                    # move back, at each query
-        return self.proj(y.transpose(1, 2).reshape(shape))
+    def project(self, x):
+        """Queries, keys and values of x (B, T, C): (3, B, H, T, D)."""
+        return self.qkv(x).unflatten(2, (3, self.n_head, self.head_dim)).permute(2, 0, 3, 1, 4)
+
+    def read(self, qkv, frame, cache):
+        """Move in, attend, move back: qkv (3, B, H, T, D) to (B, H, T, D), of the same type."""
+        path, dtype = isinstance(frame.qk, Path), qkv.dtype
+        if frame.together > 1:                                # sequences in a row: (3, B / n, H, n T, D)
+            qkv = qkv.unflatten(1, (-1, frame.together)).transpose(2, 3).flatten(3, 4)
+
+        # move in; PaTH rewrites its keys, so that they are not rounded
+        q, k, v = (precise(t) if path else t.to(dtype) for t in frame.enter(qkv))
+
+        # attend
+        past = (k, v, frame.key_bias) if cache is None else cache.append(k, v, frame)
+        if path:
+            y, k = path_attention(q, *past, frame.qk, self.window)
+            if cache is not None:
+                past[0][:, :, -k.size(2):] = k                # in the cache, of which past is a view
+        else:
+            y = causal_attention(q, *past, self.window)
+
+        y = frame.v.leave(y)                                  # move back, at each query
+        if frame.together > 1:
+            y = y.unflatten(2, (frame.together, -1)).transpose(1, 2).flatten(0, 1)            # (B, H, T, D)
+        return (y if frame.weight is None else y * frame.weight).to(dtype)
+
+
+def what_follows(qkv, last=None):
+    """qkv (3, B, H, T, D) with every value under the key of the token before it, the first under `last` (B, H, 1, D), or 0 at
+    the start of a text. So a query that finds its like reads what came after it, which one layer alone could not."""
+    q, k, v = qkv
+    last = torch.zeros_like(k[..., :1, :]) if last is None else last.to(k.dtype)
+    return torch.stack((q, torch.cat((last, k[..., :-1, :]), dim=-2), v))
 
 
 class Stay:
@@ -313,6 +348,7 @@ class Cache:
     PaTH's keys stand in the frame of the last token and are rewritten as tokens come."""
     def __init__(self, capacity):
         self.capacity, self.state, self.store = capacity, None, None
+        self.open, self.last_key = None, None  # of a second reading: its Cache, and the key of the last token
 
     def append(self, k, v, frame):
         """Take in k, v (B, H, T, D) and frame.key_bias; return views of all keys, values and biases so far."""

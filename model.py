@@ -22,7 +22,7 @@ from prepare_data import get_tokenizer
 @dataclass
 class GPTConfig:
     """What a model is. Every field is checked on creation: UsageError names the option and what is legal."""
-    pos: str = "accrot_qkv"       # mechanism: a name of positional.POSITIONS, then any of +alibi +fox +logn +nope
+    pos: str = "accrot_qkv"       # mechanism: a name of positional.POSITIONS, then any of +alibi +fox +logn +nope +open
     angles: str = "token"         # where accrot's angles come from: token, table or hidden
     value_route: str = "shared"   # values travel the queries' route, or one of their "own"
     block_size: int = 512         # tokens: the training length
@@ -192,7 +192,7 @@ class GPT(nn.Module):
         With train.py --cross_batch the context of an open layer is that of all sequences which it reads as one."""
         look_ups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
         weights = sum(p.numel() for p in self.parameters()) - look_ups
-        return 6 * weights + 12 * self.config.n_embd * length * sum(block.attention.cross_batch for block in self.blocks)
+        return 6 * weights + 12 * self.config.n_embd * sum(block.attention.position.context(length) for block in self.blocks)
 
     @classmethod
     def from_checkpoint(cls, path, device="cpu"):

@@ -245,7 +245,8 @@ POSITIONS = {
     "fox":         (Steps, "", ("fox",)),
 }
 DECAYS = {"alibi": Alibi, "fox": Fox}
-CONTROLS = (*DECAYS, "logn", "nope")
+OPENING = ("nope", "open")  # controls that open some layers to keys at any distance
+CONTROLS = (*DECAYS, "logn", *OPENING)
 ANGLES = ("token", "table", "hidden")
 UPGRADES = {"rope": "accrot_qk", "rope_qkv": "accrot_qkv"}  # equal logits at birth: train.py --init_from
 
@@ -266,13 +267,15 @@ def parse_position(name):
         if suffix in (base, *controls):
             raise UsageError(f"pos={name}: {suffix} is given twice")
         controls += (suffix,)
+    if set(OPENING) <= set(controls):
+        raise UsageError(f"pos={name}: +nope and +open exclude each other; leave one out")
     return kind, routed, controls
 
 
 def check_position(config):
     """UsageError, naming the option, where the settings of config do not fit its mechanism."""
     kind, routed, controls = parse_position(config.pos)
-    if "nope" in controls and config.n_layer < 2:
+    if set(OPENING) & set(controls) and config.n_layer < 2:
         raise UsageError(f"n_layer={config.n_layer}: pos={config.pos} needs a layer before the last to tell order; "
                          "use n_layer=2 or more")
     for name, legal in (("angles", ANGLES), ("value_route", ("shared", "own"))):
@@ -307,15 +310,24 @@ def make_position(config, layer=0):
 class Position(nn.Module):
     """One kind of step with its far-mass controls. All its arithmetic is in float32 or better, outside autocast."""
     logn_from = None  # eval_length.py --logn: scale queries beyond this many tokens by ln(i + 1) / ln(logn_from)
+    cross_batch = 1   # train.py --cross_batch: sequences of a batch that an open layer reads as one text in training
 
     def __init__(self, config, layer):
         super().__init__()
         kind, self.routed, controls = parse_position(config.pos)
-        # +nope opens the last of four layers, and of all (arXiv 2501.18795 and 2504.08719 mix layers so): no route, no bias,
-        # nothing hides a far key from a query that asks for its content. Elsewhere a distance never trained on does.
-        self.open = "nope" in controls and (layer % 4 == 3 or layer == config.n_layer - 1)
-        if self.open:
+        # The last of four layers, and of all, can be open (arXiv 2501.18795 and 2504.08719 mix layers so): no route, no bias,
+        # nothing hides a far key from a query that asks for its content. Elsewhere a distance never trained on does. With
+        # +nope that is all such a layer does. With +open it reads twice with the same queries, keys and values, first along
+        # the route, then openly, each value under the key before it (attention.what_follows): else the first reading would
+        # learn all that training asks for, and the second nothing. How much the second counts depends on the token.
+        self.open = bool(set(OPENING) & set(controls)) and (layer % 4 == 3 or layer == config.n_layer - 1)
+        self.twice = self.open and "open" in controls
+        if self.open and not self.twice:
             kind, self.routed, controls = Steps, "", [c for c in controls if c not in DECAYS]
+        if self.twice:
+            self.weight = nn.Linear(config.n_embd, config.n_head)
+            nn.init.zeros_(self.weight.weight)
+            nn.init.zeros_(self.weight.bias)
         self.steps = kind(config, layer)
         self.decays = nn.ModuleList(DECAYS[name](config) for name in controls if name in DECAYS)
         # Scalable softmax (arXiv 2501.19399): logits grow with ln n, so that n far tokens cannot outweigh a near one.
@@ -333,9 +345,18 @@ class Position(nn.Module):
             if self.decays:
                 key_bias = prefix_sum(sum(decay(x) for decay in self.decays), last_bias, dim=-1)  # (1 or B, H, T)
                 last_bias = key_bias[..., -1:]
-            query_scale = self.query_scale(length, idx.size(1), x)
-        v = v if self.routed == "qkv" else STAY
-        return Frame(qk, v, key_bias, query_scale, (length + idx.size(1), last_step, last_bias))
+            together = self.cross_batch if self.training else 1
+            query_scale = self.query_scale(length, idx.size(1) * together, x)
+            v, state = v if self.routed == "qkv" else STAY, (length + idx.size(1), last_step, last_bias)
+            if not self.twice:
+                return Frame(qk, v, key_bias, query_scale, state, together=together)
+            weight = torch.sigmoid(F.linear(x, precise(self.weight.weight), precise(self.weight.bias)))  # (B, T, H)
+            openly = Frame(STAY, STAY, None, query_scale, state, together=together, weight=weight.transpose(1, 2)[..., None])
+            return Frame(qk, v, key_bias, None, state, open=openly)
+
+    def context(self, length):
+        """Tokens that a training step reads for one of a text of `length`."""
+        return length * (self.cross_batch + self.twice)
 
     def query_scale(self, length, count, x):
         if self.logn is None and self.logn_from is None:

@@ -30,6 +30,7 @@ main    | fox               | 3 | --pos=fox                                     
 main    | accrot_qkv+fox    | 3 | --pos=accrot_qkv+fox                                  | --logn
 main    | accrot_qkv+fox+nope | 3 | --pos=accrot_qkv+fox+nope                           | --logn
 main    | accrot_qkv+fox+nope-cross | 3 | --pos=accrot_qkv+fox+nope --cross_batch=12  | --logn
+main    | accrot_qkv+fox+open-cross | 3 | --pos=accrot_qkv+fox+open --cross_batch=12  | --logn
 main    | accrot_qk         | 3 | --pos=accrot_qk                                       | --logn
 main    | randrot_qk        | 3 | --pos=randrot_qk                                      | --logn
 main    | randrot_qkv       | 3 | --pos=randrot_qkv                                     | --logn
@@ -65,10 +66,12 @@ recall  | accrot_qkv+fox    | 1 | $RECALL --pos=accrot_qkv+fox                  
 recall  | accrot_qk         | 1 | $RECALL --pos=accrot_qk                               | --logn
 recall  | accrot_qkv+fox+nope | 1 | $RECALL --pos=accrot_qkv+fox+nope                   | --logn
 recall  | accrot_qkv+fox+nope-cross | 1 | $RECALL --pos=accrot_qkv+fox+nope --cross_batch=8 | --logn
+recall  | accrot_qkv+fox+open-cross | 1 | $RECALL --pos=accrot_qkv+fox+open --cross_batch=8 | --logn
 recall  | rope+fox+nope     | 1 | $RECALL --pos=rope+fox+nope                           | --logn
 recall  | rope+fox          | 1 | $RECALL --pos=rope+fox                                |
 recall  | alibi             | 1 | $RECALL --pos=alibi                                   |
 mixed   | accrot_qkv+fox    | 1 | $MIXED --pos=accrot_qkv+fox                           |
+mixed   | accrot_qkv+fox+open-cross | 1 | $MIXED --pos=accrot_qkv+fox+open --cross_batch=8 |
 mixed   | accrot_qkv+fox+nope-cross | 1 | $MIXED --pos=accrot_qkv+fox+nope --cross_batch=8 |
 mixed   | rope              | 1 | $MIXED --pos=rope                                     | --window=128
 large   | rope              | 1 | $LARGE --pos=rope                                     | --window=512

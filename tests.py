@@ -49,7 +49,7 @@ from prepare_data import TokenShards
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # these tensors are small
 MECHANISMS = [*POSITIONS, "rope+alibi", "accrot_qkv+fox", "accrot_qk+logn", "randrot_qkv+alibi+fox+logn", "path+fox",
-              "path+alibi", "path+logn", "accrot_qkv+fox+nope+logn"]
+              "path+alibi", "path+logn", "accrot_qkv+fox+nope+logn", "accrot_qkv+fox+open", "path+fox+open+logn"]
 VARIANTS = [dict(pos=pos) for pos in MECHANISMS] + [
     dict(pos="accrot_qkv", angles="table"), dict(pos="accrot_qk", angles="hidden"),
     dict(pos="accrot_qkv", value_route="own"), dict(pos="randrot_qkv", value_route="own"),
@@ -165,16 +165,33 @@ def reference_steps(layer, x, embedding, idx, sequence):
     return steps[:, :, 0], steps[:, :, -1]
 
 
-def reference_attention(layer, x, embedding, idx, sequence, window=None):
-    """Three loops: over queries, keys and the steps between them. Returns (B, T, C)."""
+def reference_attention(layer, *inputs, **options):
+    """Returns (B, T, C)."""
+    return layer.proj(sum(reference_readings(layer, *inputs, **options)))
+
+
+def reference_readings(layer, x, embedding, idx, sequence, window=None, length=None):
+    """What each reading of a layer finds, (B, T, C): one, but two with +open, along the route and then openly. length: where
+    x is several texts in a row, that of each."""
+    position = layer.position
+    _, routed, controls = parse_position(layer.pos_name)
+    steps = reference_steps(layer, x, embedding, idx, sequence)
+    if "open" not in controls:
+        return [reference_reading(layer, x, steps, routed, position.decays, "logn" in controls, window)]
+    weight = torch.sigmoid(x @ position.weight.weight.T + position.weight.bias).repeat_interleave(layer.head_dim, -1)
+    return [reference_reading(layer, x, steps, routed, position.decays, False, window),
+            reference_reading(layer, x, (None, None), "", [], "logn" in controls, window, 1, length) * weight]
+
+
+def reference_reading(layer, x, steps, routed, decays, logn, window, shift=0, length=None):
+    """Three loops: over queries, keys and the steps between them. shift: how many tokens before a value its key is."""
     B, T, C = x.shape
     H, D = layer.n_head, layer.head_dim
     position = layer.position
-    _, routed, controls = parse_position(layer.pos_name)
     q, k, v = layer.qkv(x).view(B, T, 3, H, D).unbind(2)
-    steps, value_steps = reference_steps(layer, x, embedding, idx, sequence)
+    steps, value_steps = steps
     b = torch.zeros(B, T, H, dtype=torch.float64)
-    for decay in position.decays:
+    for decay in decays:
         if isinstance(decay, positional.Alibi):
             b = b + torch.tensor(LITERAL_SLOPES[H], dtype=torch.float64)
         else:
@@ -185,8 +202,9 @@ def reference_attention(layer, x, embedding, idx, sequence, window=None):
         route = value_route = torch.eye(D, dtype=torch.float64)
         bias = torch.zeros(B, H, dtype=torch.float64)
         for j in range(i, -1 if window is None else max(-1, i - window), -1):
-            content = (q[:, i] * (route @ k[:, j, :, :, None])[..., 0]).sum(-1) / math.sqrt(D)
-            if "logn" in controls:
+            key = k[:, j - shift] if shift == 0 or j % (length or T) else torch.zeros_like(k[:, j])
+            content = (q[:, i] * (route @ key[..., None])[..., 0]).sum(-1) / math.sqrt(D)
+            if logn:
                 content = content * position.logn * math.log(i + 2)
             scores.append(content - bias)
             values.append((value_route @ v[:, j, :, :, None])[..., 0] if routed == "qkv" else v[:, j])
@@ -195,7 +213,7 @@ def reference_attention(layer, x, embedding, idx, sequence, window=None):
             bias = bias + b[:, j]
         weights = torch.stack(scores).softmax(0)
         outs.append((weights[..., None] * torch.stack(values)).sum(0))
-    return layer.proj(torch.stack(outs, 1).reshape(B, T, C))
+    return torch.stack(outs, 1).reshape(B, T, C)
 
 
 LITERAL_SLOPES = {
@@ -245,23 +263,29 @@ def test_float32_layer_is_close_to_float64_at_long_and_ragged_lengths(variant):
 
 
 @pytest.mark.parametrize("n_head", [8, 12])
-@pytest.mark.parametrize("pos", ["accrot_qkv+fox+nope", "rope+nope+logn"])
+@pytest.mark.parametrize("pos", ["accrot_qkv+fox+nope", "rope+nope+logn", "accrot_qkv+fox+open", "randrot_qk+open+logn"])
 def test_cross_batch_reads_sequences_of_a_batch_as_one_text(pos, n_head):
-    """Each query attends to its own sequence as before, and to all of those before it in its group."""
+    """Each query attends to its own sequence as before, and to all of those before it in its group; a near reading does not."""
     layer, alone = layer_of(dict(pos=pos), n_head), layer_of(dict(pos=pos), n_head).eval()
     for together, T in ((1, 9), (3, 1), (2, 9), (3, 9), (6, 5)):
         x, embedding = (torch.randn(6, T, 96, dtype=torch.float64, requires_grad=True) for _ in "xe")
-        idx, sequence, layer.cross_batch = tokens(6, T), torch.arange(6), together
+        idx, sequence, layer.position.cross_batch = tokens(6, T), torch.arange(6), together
         weight, results = torch.randn(6, T, 96, dtype=torch.float64), []
 
         def texts(t):
             return t.reshape(6 // together, together * T, *t.shape[2:])
-        for compute in (lambda: layer(x, embedding, idx, sequence),
-                        lambda: reference_attention(layer, texts(x), texts(embedding), texts(idx), sequence[::together])):
-            out = compute().view(6, T, 96)
-            results.append([out, *torch.autograd.grad((out * weight).sum(), [x, *layer.parameters()])])
+
+        def slow():
+            *near, openly = reference_readings(layer, texts(x), texts(embedding), texts(idx), sequence[::together], None, T)
+            if near:
+                near = reference_readings(layer, x, embedding, idx, sequence)[:1]
+            return layer.proj(sum(near, openly.view(6, T, 96)))
+        for compute in (lambda: layer(x, embedding, idx, sequence), slow):
+            out = compute()
+            results.append([out, *torch.autograd.grad((out * weight).sum(), [x, *layer.parameters()], materialize_grads=True)])
         for fast, slow in zip(*results):
-            torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-12)
+            close = dict(rtol=1e-9, atol=1e-12) if "nope" in pos else dict(rtol=2e-5, atol=2e-5)  # float32 frequencies
+            torch.testing.assert_close(fast, slow, **close)
         first = slice(None, None, together)  # nothing is before the first of a group
         by_itself = alone(x, embedding, idx, sequence)
         torch.testing.assert_close(results[0][0][first], by_itself[first], rtol=1e-9, atol=1e-12)
@@ -270,16 +294,18 @@ def test_cross_batch_reads_sequences_of_a_batch_as_one_text(pos, n_head):
         layer.train()
 
 
-def test_cross_batch_in_a_compiled_graph_with_dropout():
-    model, idx = GPT(config_of(pos="rope+fox+nope+logn", dropout=0.2)), tokens(4, 9)
-    model.blocks[-1].attention.cross_batch, grads = 2, []
+@pytest.mark.parametrize("pos", ["rope+fox+nope+logn", "accrot_qkv+fox+open+logn"])
+def test_cross_batch_in_a_compiled_graph_with_dropout(pos):
+    model, idx = GPT(config_of(pos=pos, dropout=0.2)), tokens(4, 9)
+    model.blocks[-1].attention.position.cross_batch, grads = 2, []
     backend = "aot_eager" if torch.__version__ >= "2.7" else "eager"
     for m in (model, torch.compile(model, backend=backend, fullgraph=True, dynamic=False)):
         torch.manual_seed(3)
         grads.append(torch.autograd.grad(m(idx, idx)[1], list(model.parameters())))
     for got, want in zip(*grads):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    assert model.flops_per_token(9) == model.eval().flops_per_token(0) + 12 * 96 * 9 * (1 + 2)
+    readings = 1 + 2 + ("open" in pos)  # the first layer, the two sequences, and the layer's own
+    assert model.flops_per_token(9) == model.eval().flops_per_token(0) + 12 * 96 * 9 * readings
 
 
 # ---------------------------------------------------------------- conventions, as literals
@@ -376,16 +402,51 @@ def test_the_last_of_four_layers_has_neither_route_nor_bias_with_a_nope_suffix()
         torch.testing.assert_close(got.query_scale, want.query_scale, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("pos", ["nope+nope", "accrot_qk+nope+nope", "rope+fox+fox", "alibi+alibi"])
+def test_an_open_suffix_adds_a_second_reading_to_the_last_of_four_layers():
+    """The first stays as without it; +logn goes to the second."""
+    inputs = inputs_of(2, 9)
+    for layer in range(6):
+        both, alone = (shake(make_position(config_of(pos=name, n_layer=6), layer).double(), scale=0)
+                       for name in ("accrot_qkv+fox+open+logn", "accrot_qkv+fox+logn"))
+        got, want = both(*inputs), alone(*inputs)
+        torch.testing.assert_close(got.key_bias, want.key_bias, rtol=0, atol=0)
+        torch.testing.assert_close(got.qk.phase, want.qk.phase, rtol=0, atol=0)
+        if layer in (3, 5):
+            assert got.query_scale is None and got.open.key_bias is None
+            assert got.open.qk is got.open.v is attention.STAY and got.open.state is got.state
+            torch.testing.assert_close(got.open.weight, torch.full((2, 12, 9, 1), 0.5, dtype=torch.float64))  # at birth
+        else:
+            assert got.open is None
+        torch.testing.assert_close((got.open or got).query_scale, want.query_scale, rtol=0, atol=0)
+
+
+def test_an_open_reading_finds_what_came_after():
+    """Values under the keys before them: a query like key 2 reads value 3, at any distance."""
+    k = 30 * torch.eye(6).view(1, 1, 6, 6)
+    qkv = torch.stack((k[:, :, [0, 1, 2, 3, 4, 2]], k, torch.arange(6.0).view(1, 1, 6, 1).expand(1, 1, 6, 6)))
+    q, shifted, v = attention.what_follows(qkv)
+    assert shifted[0, 0, 0].abs().max() == 0
+    torch.testing.assert_close(causal_attention(q, shifted, v)[0, 0, 5], torch.full((6,), 3.0))
+    later = attention.what_follows(qkv[..., 4:, :], last=k[..., 3:4, :])[1]
+    torch.testing.assert_close(later, shifted[..., 4:, :], rtol=0, atol=0)
+
+
+def test_openings_exclude_each_other():
+    with pytest.raises(positional.UsageError, match="exclude each other"):
+        parse_position("rope+open+nope")
+
+
+@pytest.mark.parametrize("pos", ["nope+nope", "accrot_qk+nope+nope", "rope+open+open", "rope+fox+fox", "alibi+alibi"])
 def test_a_control_is_not_given_twice(pos):
     with pytest.raises(positional.UsageError, match="is given twice"):
         parse_position(pos)
 
 
-def test_a_nope_suffix_needs_a_second_layer():
+@pytest.mark.parametrize("pos", ["rope+nope", "rope+open"])
+def test_an_open_layer_needs_another(pos):
     with pytest.raises(positional.UsageError, match="n_layer=1: .*use n_layer=2"):
-        config_of(pos="rope+nope", n_layer=1)
-    assert config_of(pos="rope+nope", n_layer=2).n_layer == 2
+        config_of(pos=pos, n_layer=1)
+    assert config_of(pos=pos, n_layer=2).n_layer == 2
 
 
 def test_random_steps_are_pinned():
@@ -588,7 +649,7 @@ def test_generate_never_samples_padding():
 
 @each_variant
 def test_compiled_graph_equals_eager(variant):
-    model, idx = tiny(n_layer=2 if "+nope" in variant["pos"] else 1, **variant), tokens(2, 33)
+    model, idx = tiny(n_layer=2 if {"nope", "open"} & set(variant["pos"].split("+")) else 1, **variant), tokens(2, 33)
     # PyTorch 2.6's aot_eager, not its inductor, fails on the strides of some matrix products
     backend = "aot_eager" if torch.__version__ >= "2.7" else "eager"
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
@@ -1634,7 +1695,7 @@ def test_cross_batch_is_trained_with_alike_on_any_number_of_ranks(corpus, tmp_pa
     together, original = [], train.make_optimizer
 
     def seen(model, *arguments):
-        together.append([block.attention.cross_batch for block in model.blocks])
+        together.append([block.attention.position.cross_batch for block in model.blocks])
         return original(model, *arguments)
     monkeypatch.setattr(train, "make_optimizer", seen)
     for out, n in (("plain", 1), ("one", 2)):
@@ -1657,7 +1718,7 @@ def test_cross_batch_wants_an_open_layer_and_a_whole_number_of_groups(corpus, tm
     for flags, words in ((["--pos=rope+fox"], "cross_batch=4: pos=rope+fox opens no layer"),
                          (["--pos=nope"], "pos=nope opens no layer"),
                          (["--pos=rope+nope", "--batch_size=6"], "cross_batch=4: must divide the 6 sequences"),
-                         (["--pos=rope+nope", "--batch_size=4", "--grad_accum=2"], "= 1 x 2")):
+                         (["--pos=rope+open", "--batch_size=4", "--grad_accum=2"], "= 1 x 2")):
         assert run_train(corpus, tmp_path / "out", "--n_layer=2", "--cross_batch=4", *flags) == 2
         assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
 
@@ -2022,10 +2083,11 @@ def test_logn_starts_at_the_training_length():
     assert all(block.attention.position.logn_from is None for block in model.blocks)
 
 
-def test_logn_scales_the_open_layers_of_a_nope_suffix_alone():
-    model = tiny(pos="rope+fox+nope", n_layer=6)
-    eval_length.apply_tricks(model, 320, logn=True)
-    assert [block.attention.position.logn_from for block in model.blocks] == [None, None, None, 32, None, 32]
+def test_logn_scales_open_layers_alone():
+    for pos in ("rope+fox+nope", "rope+fox+open"):
+        model = tiny(pos=pos, n_layer=6)
+        eval_length.apply_tricks(model, 320, logn=True)
+        assert [block.attention.position.logn_from for block in model.blocks] == [None, None, None, 32, None, 32]
     for pos in ("nope", "fox", "accrot_qkv+logn"):
         model = tiny(pos=pos)
         eval_length.apply_tricks(model, 320, logn=True)
@@ -2397,9 +2459,12 @@ def slow_statistics(model, ids, sequence, queries, distances):
             route = value_route = torch.eye(D, dtype=torch.float64).expand(H, D, D)
             bias, scores, values = torch.zeros(H, dtype=torch.float64), [], []
             for j in range(i, -1, -1):
-                content = (q[i] * (route @ k[j, :, :, None])[..., 0]).sum(-1) / math.sqrt(D)
-                scores.append(content * (layer.position.logn * math.log(i + 2) if "logn" in controls else 1) - bias)
-                values.append((value_route @ v[j, :, :, None])[..., 0] if routed == "qkv" else v[j])
+                openly = layer.position.twice                                                 # the second reading is measured
+                key = (k[j - 1] if j else 0 * k[j]) if openly else (route @ k[j, :, :, None])[..., 0]
+                content = (q[i] * key).sum(-1) / math.sqrt(D)
+                scaled = content * (layer.position.logn * math.log(i + 2) if "logn" in controls else 1)
+                scores.append(scaled if openly else scaled - bias)
+                values.append((value_route @ v[j, :, :, None])[..., 0] if routed == "qkv" and not openly else v[j])
                 if i - j in distances:
                     half, at = D // 2, distances.index(i - j)
                     cosine, sine = (route[:, range(first, first + half), range(half)] for first in (0, half))
@@ -2429,7 +2494,7 @@ def slow_statistics(model, ids, sequence, queries, distances):
 
 @pytest.mark.parametrize("variant", [dict(pos=pos) for pos in (
     "nope", "rope", "rope_qkv", "randrot_qk", "accrot_qkv", "alibi", "rope+alibi", "accrot_qkv+fox", "accrot_qk+logn",
-    "reflect_qkv", "orth_qk", "accrot_qkv+fox+nope")]
+    "reflect_qkv", "orth_qk", "accrot_qkv+fox+nope", "accrot_qkv+fox+open+logn")]
     + [dict(pos="accrot_qkv", value_route="own")], ids=lambda v: "-".join(v.values()))
 @torch.no_grad()
 def test_theory_measurements_equal_a_slow_computation(variant):
@@ -3201,7 +3266,7 @@ def test_smallest_models_and_texts(changes, pos):
     try:
         model = tiny(pos=pos, **changes)
     except positional.UsageError as error:
-        assert ("n_layer=1" in str(error) if "+nope" in pos else
+        assert ("n_layer=1" in str(error) if "+nope" in pos or "+open" in pos else
                 pos.startswith("orth") and model_width(changes) < 4 and "n_head" in str(error))
         return
     vocab = model.config.vocab_size

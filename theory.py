@@ -14,6 +14,7 @@ import argparse, math, sys
 import numpy as np
 import torch
 
+from attention import what_follows
 from checks import UsageError, check_outputs, count, integer, integers, misfit, picture, program, read_json, real, write_json
 from eval_length import MULTIPLES, held_out, label_of, layout, read_results, row_names, standard_error
 from model import GPT
@@ -226,15 +227,14 @@ def head_statistics(attention, frame, x, queries, block_size):
     included. bound: far mass's, from that range; mean_bound, by Jensen: M / (M + K e^(largest near - mean far)).
     near_norm, far_norm: lengths of both parts of the output, before the projection; alignment: far_norm over what it
     would be were all far values parallel. Lengths are the same in the common frame. Memory is AT_ONCE x T."""
-    D = attention.head_dim
-    qkv = attention.qkv(x).unflatten(2, (3, -1, D)).permute(2, 0, 3, 1, 4)          # (3, 1, H, T, D)
-    (q, k), v = frame.qk.enter(qkv[:2])[:, 0], frame.v.enter(qkv[2])[0]             # (H, T, D) each
-    if frame.query_scale is not None:
-        q = q * frame.query_scale
+    qkv = attention.project(x)
+    if frame.open is not None:
+        qkv, frame = what_follows(qkv), frame.open                                  # the reading that sees far keys
+    q, k, v = (t[0] for t in frame.enter(qkv))                                      # (H, T, D) each
     key, found = torch.arange(x.size(1), device=x.device), []
     for i in queries[:, None].split(AT_ONCE):
         seen, far = key <= i, key <= i - block_size                                 # (AT_ONCE, T)
-        logits = (q[:, i[:, 0]] @ k.transpose(1, 2)).double() / D ** 0.5            # (H, AT_ONCE, T)
+        logits = (q[:, i[:, 0]] @ k.transpose(1, 2)).double() / attention.head_dim ** 0.5  # (H, AT_ONCE, T)
         if frame.key_bias is not None:
             c = frame.key_bias[0].to(x.device)
             logits = logits - (c[:, i] - c[:, None])
