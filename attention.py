@@ -98,7 +98,8 @@ class Attention(nn.Module):
 
 def what_follows(qkv, last=None):
     """qkv (3, B, H, T, D) with every value under the key of the token before it, the first under `last` (B, H, 1, D), or 0 at
-    the start of a text. So a query that finds its like reads what came after it, which one layer alone could not."""
+    the start of a text. So a query that finds its like reads what came after it: an induction head in one layer, where others
+    need two (KV shifting, arXiv 2411.19574, there with learned shares of both keys)."""
     q, k, v = qkv
     last = torch.zeros_like(k[..., :1, :]) if last is None else last.to(k.dtype)
     return torch.stack((q, torch.cat((last, k[..., :-1, :]), dim=-2), v))
