@@ -59,20 +59,20 @@ class Attention(nn.Module):
         """x: (B, T, C), the layer's normalised input; returns (B, T, C). `cache`: a Cache to decode with, or None."""
         frame, qkv = self.position(x, embedding, idx, sequence, cache and cache.state), self.project(x)
         with torch.autocast(x.device.type, enabled=False):    # autocast has set the type of q, k, v; routes keep theirs
-            y = self.read(qkv, frame, cache)
+            y = self.read(qkv, frame, cache, self.window)
             if frame.open is not None:
-                last = None
+                last, window = None, self.window and max(1, self.window - 1)  # keys there are a token older
                 if cache is not None:
                     cache.open = cache.open or Cache(cache.capacity)
-                    last, cache.last_key = cache.last_key, qkv[1, ..., -1:, :]
-                y = y + self.read(what_follows(qkv, last), frame.open, cache and cache.open)
+                    last, cache.last_key = cache.last_key, qkv[1, ..., -1:, :].clone()  # a view would keep all of qkv
+                y = y + self.read(what_follows(qkv, last), frame.open, cache and cache.open, window)
         return self.proj(y.transpose(1, 2).reshape(x.shape))
 
     def project(self, x):
         """Queries, keys and values of x (B, T, C): (3, B, H, T, D)."""
         return self.qkv(x).unflatten(2, (3, self.n_head, self.head_dim)).permute(2, 0, 3, 1, 4)
 
-    def read(self, qkv, frame, cache):
+    def read(self, qkv, frame, cache, window):
         """Move in, attend, move back: qkv (3, B, H, T, D) to (B, H, T, D), of the same type."""
         path, dtype = isinstance(frame.qk, Path), qkv.dtype
         if frame.together > 1:                                # sequences in a row: (3, B / n, H, n T, D)
@@ -84,11 +84,11 @@ class Attention(nn.Module):
         # attend
         past = (k, v, frame.key_bias) if cache is None else cache.append(k, v, frame)
         if path:
-            y, k = path_attention(q, *past, frame.qk, self.window)
+            y, k = path_attention(q, *past, frame.qk, window)
             if cache is not None:
                 past[0][:, :, -k.size(2):] = k                # in the cache, of which past is a view
         else:
-            y = causal_attention(q, *past, self.window)
+            y = causal_attention(q, *past, window)
 
         y = frame.v.leave(y)                                  # move back, at each query
         if frame.together > 1:

@@ -189,7 +189,7 @@ class GPT(nn.Module):
     def flops_per_token(self, length):
         """Floating-point operations of one training step per token: 6 per weight in a matrix product (the embedding is a
         look-up), 12 per layer, channel and token of context (PaLM, arXiv 2204.02311, appendix B; causality not deducted).
-        With train.py --cross_batch the context of an open layer is that of all sequences which it reads as one."""
+        Each reading of an open layer counts; with train.py --cross_batch its context is all sequences that it reads as one."""
         look_ups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
         weights = sum(p.numel() for p in self.parameters()) - look_ups
         return 6 * weights + 12 * self.config.n_embd * sum(block.attention.position.context(length) for block in self.blocks)

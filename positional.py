@@ -275,7 +275,7 @@ def parse_position(name):
 def check_position(config):
     """UsageError, naming the option, where the settings of config do not fit its mechanism."""
     kind, routed, controls = parse_position(config.pos)
-    if set(OPENING) & set(controls) and config.n_layer < 2:
+    if "nope" in controls and config.n_layer < 2:
         raise UsageError(f"n_layer={config.n_layer}: pos={config.pos} needs a layer before the last to tell order; "
                          "use n_layer=2 or more")
     for name, legal in (("angles", ANGLES), ("value_route", ("shared", "own"))):
@@ -319,7 +319,8 @@ class Position(nn.Module):
         # nothing hides a far key from a query that asks for its content. Elsewhere a distance never trained on does. With
         # +nope that is all such a layer does. With +open it reads twice with the same queries, keys and values, first along
         # the route, then openly, each value under the key before it (attention.what_follows): else the first reading would
-        # learn all that training asks for, and the second nothing. How much the second counts depends on the token.
+        # learn all that training asks for, and the second nothing. How much the second counts depends on the token. +logn
+        # then scales the second alone.
         self.open = bool(set(OPENING) & set(controls)) and (layer % 4 == 3 or layer == config.n_layer - 1)
         self.twice = self.open and "open" in controls
         if self.open and not self.twice:

@@ -180,7 +180,8 @@ def reference_readings(layer, x, embedding, idx, sequence, window=None, length=N
         return [reference_reading(layer, x, steps, routed, position.decays, "logn" in controls, window)]
     weight = torch.sigmoid(x @ position.weight.weight.T + position.weight.bias).repeat_interleave(layer.head_dim, -1)
     return [reference_reading(layer, x, steps, routed, position.decays, False, window),
-            reference_reading(layer, x, (None, None), "", [], "logn" in controls, window, 1, length) * weight]
+            reference_reading(layer, x, (None, None), "", [], "logn" in controls, window and max(1, window - 1), 1,
+                              length) * weight]
 
 
 def reference_reading(layer, x, steps, routed, decays, logn, window, shift=0, length=None):
@@ -403,7 +404,7 @@ def test_the_last_of_four_layers_has_neither_route_nor_bias_with_a_nope_suffix()
 
 
 def test_an_open_suffix_adds_a_second_reading_to_the_last_of_four_layers():
-    """The first stays as without it; +logn goes to the second."""
+    """The first stays as without it, but that +logn goes to the second."""
     inputs = inputs_of(2, 9)
     for layer in range(6):
         both, alone = (shake(make_position(config_of(pos=name, n_layer=6), layer).double(), scale=0)
@@ -442,11 +443,10 @@ def test_a_control_is_not_given_twice(pos):
         parse_position(pos)
 
 
-@pytest.mark.parametrize("pos", ["rope+nope", "rope+open"])
-def test_an_open_layer_needs_another(pos):
+def test_a_nope_suffix_needs_a_second_layer():
     with pytest.raises(positional.UsageError, match="n_layer=1: .*use n_layer=2"):
-        config_of(pos=pos, n_layer=1)
-    assert config_of(pos=pos, n_layer=2).n_layer == 2
+        config_of(pos="rope+nope", n_layer=1)
+    assert config_of(pos="rope+nope", n_layer=2).n_layer == 2
 
 
 def test_random_steps_are_pinned():
@@ -649,7 +649,7 @@ def test_generate_never_samples_padding():
 
 @each_variant
 def test_compiled_graph_equals_eager(variant):
-    model, idx = tiny(n_layer=2 if {"nope", "open"} & set(variant["pos"].split("+")) else 1, **variant), tokens(2, 33)
+    model, idx = tiny(n_layer=2 if "+nope" in variant["pos"] else 1, **variant), tokens(2, 33)
     # PyTorch 2.6's aot_eager, not its inductor, fails on the strides of some matrix products
     backend = "aot_eager" if torch.__version__ >= "2.7" else "eager"
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
@@ -1691,7 +1691,7 @@ def test_two_ranks_and_accumulation_equal_one_process(pos, corpus, tmp_path):
 
 
 def test_cross_batch_is_trained_with_alike_on_any_number_of_ranks(corpus, tmp_path, monkeypatch):
-    flags = ["--pos=accrot_qk+fox+nope", "--n_layer=2", "--dropout=0", "--batch_size=8", "--max_steps=3", "--log_interval=1"]
+    flags = ["--pos=accrot_qk+fox+open", "--n_layer=2", "--dropout=0", "--batch_size=8", "--max_steps=3", "--log_interval=1"]
     together, original = [], train.make_optimizer
 
     def seen(model, *arguments):
@@ -1709,7 +1709,7 @@ def test_cross_batch_is_trained_with_alike_on_any_number_of_ranks(corpus, tmp_pa
     checkpoints = [str(tmp_path / out / "ckpt.pt") for out in ("plain", "one")]
     assert eval_length.main([*checkpoints, "--lengths=32,64", "--tokens=512", f"--json={tmp_path}/r.json"]) == 0
     labels = [r["label"] for r in json.loads((tmp_path / "r.json").read_text())]
-    assert labels == ["accrot_qk+fox+nope", "accrot_qk+fox+nope cross 2"]
+    assert labels == ["accrot_qk+fox+open", "accrot_qk+fox+open cross 2"]
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-5)
 
@@ -2132,9 +2132,10 @@ def test_recall_is_the_gain_on_the_second_copy_alone():
     assert [(row["gap"], row["loss"], row["control_loss"], row["gain"]) for row in rows] == [(8, 0, 1, 1), (500, 0, 1, 1)]
 
 
-def test_a_window_cannot_recall_beyond_its_reach():
+@pytest.mark.parametrize("pos", ["accrot_qkv", "accrot_qkv+fox+open"])
+def test_a_window_cannot_recall_beyond_its_reach(pos):
     """Two layers of a window of 9 reach 16 tokens back; without it, a model does see the first copy."""
-    model = tiny(vocab_size=257, block_size=16)
+    model = tiny(vocab_size=257, block_size=16, pos=pos)
     probes = []
     for window in (9, None):
         probes.append(eval_length.recall_probe(model, Counting(4097), [24, 100], 3, "cpu", no_autocast, Quiet(),
@@ -2479,11 +2480,15 @@ def slow_statistics(model, ids, sequence, queries, distances):
             span = scores.max(0).values - scores.min(0).values
             far_weight, far_values = weight[K:], values[K:]
             lead = scores[:K].max(0).values - (scores[K:].mean(0) if M else 0)
+            counts = 1
+            if openly:
+                weigh = layer.position.weight
+                counts = torch.sigmoid(normed[0, i] @ weigh.weight.T + weigh.bias)
             far_norm = (far_weight[..., None] * far_values).sum(0).norm(dim=-1)
             for name, value in dict(
                     far_mass=far_weight.sum(0), logit_range=span, bound=M / (M + near * span.exp()),
-                    mean_bound=M / (M + near * lead.exp()), far_norm=far_norm,
-                    near_norm=(weight[:K, :, None] * values[:K]).sum(0).norm(dim=-1),
+                    mean_bound=M / (M + near * lead.exp()), far_norm=counts * far_norm,
+                    near_norm=counts * (weight[:K, :, None] * values[:K]).sum(0).norm(dim=-1),
                     alignment=far_norm / (far_weight * far_values.norm(dim=-1)).sum(0).clamp(min=1e-30)).items():
                 found[name].append(value)
         layers.append({name: torch.stack(value, -1) for name, value in found.items()})
@@ -3266,7 +3271,7 @@ def test_smallest_models_and_texts(changes, pos):
     try:
         model = tiny(pos=pos, **changes)
     except positional.UsageError as error:
-        assert ("n_layer=1" in str(error) if "+nope" in pos or "+open" in pos else
+        assert ("n_layer=1" in str(error) if "+nope" in pos else
                 pos.startswith("orth") and model_width(changes) < 4 and "n_head" in str(error))
         return
     vocab = model.config.vocab_size

@@ -224,12 +224,11 @@ MEASURED = ("far_mass", "bound", "mean_bound", "logit_range", "near_norm", "far_
 def head_statistics(attention, frame, x, queries, block_size):
     """What the queries at positions `queries` do in one layer, x (1, T, C) its input: {MEASURED: (H, queries) float64}.
     far: keys block_size or more tokens back. logit_range: largest minus smallest logit of a query, 2 lambda, nats, bias
-    included. bound: far mass's, from that range; mean_bound, by Jensen: M / (M + K e^(largest near - mean far)).
-    near_norm, far_norm: lengths of both parts of the output, before the projection; alignment: far_norm over what it
-    would be were all far values parallel. Lengths are the same in the common frame. Memory is AT_ONCE x T."""
-    qkv = attention.project(x)
-    if frame.open is not None:
-        qkv, frame = what_follows(qkv), frame.open                                  # the reading that sees far keys
+    included. bound: far mass's, from that range; mean_bound, by Jensen: M / (M + K e^(largest near - mean far)). near_norm,
+    far_norm: lengths of both parts of the output, before the projection; alignment: far_norm over what it would be were all
+    far values parallel. Lengths are the same in the common frame. Memory is AT_ONCE x T. Of a layer that reads twice
+    (+open) this is the second reading; coherence() and turns() are of the first."""
+    qkv, frame = (attention.project(x), frame) if frame.open is None else (what_follows(attention.project(x)), frame.open)
     q, k, v = (t[0] for t in frame.enter(qkv))                                      # (H, T, D) each
     key, found = torch.arange(x.size(1), device=x.device), []
     for i in queries[:, None].split(AT_ONCE):
@@ -244,15 +243,16 @@ def head_statistics(attention, frame, x, queries, block_size):
         lead = logits.masked_fill(far, -math.inf).amax(-1) - logits.masked_fill(~far, 0).sum(-1) / M.clamp(min=1)
         near_norm, far_norm = ((part.to(v.dtype) @ v).norm(dim=-1).double() for part in (near, distant))
         parallel = (distant @ v.norm(dim=-1).double()[..., None])[..., 0]
+        counts = 1 if frame.weight is None else frame.weight[0, :, i[:, 0], 0].double()
         found.append((distant.sum(-1), *(M / (M + block_size * gap.exp()) for gap in (span, lead)), span,
-                      near_norm, far_norm, far_norm / parallel.clamp(min=1e-30)))
+                      counts * near_norm, counts * far_norm, far_norm / parallel.clamp(min=1e-30)))
     return {name: torch.cat(parts, -1) for name, parts in zip(MEASURED, zip(*found))}
 
 
 def coherence(route, probe, distances):
-    """|mean over queries of P x| for the routes over each distance, 1 is rigid, 0 mixed: (H, distances, planes).
-    `probe` (1, H, T, D) gives shape and device. x is (1, 0) in every plane: for rotations the plane's
-    |mean e^(i(phase_i - phase_j))|; other routes count as one plane. In T tokens, below sqrt(window / T) is noise."""
+    """|mean over queries of P x| for the routes over each distance, 1 is rigid, 0 mixed: (H, distances, planes). `probe`
+    (1, H, T, D) gives shape and device. x is (1, 0) in every plane: for rotations the plane's |mean e^(i(phase_i -
+    phase_j))|; other routes count as one plane. In T tokens, below sqrt(window / T) is noise."""
     half = probe.size(-1) // 2
     entered = route.enter(torch.cat((torch.ones_like(probe[..., :half]), torch.zeros_like(probe[..., half:])), dim=-1))
     moved = [route.leave(entered.roll(n, 2))[0, :, n:].double().mean(1) for n in distances]  # (H, D) each
@@ -261,8 +261,8 @@ def coherence(route, probe, distances):
 
 
 def turns(route):
-    """Steps of a route that rotates planes, read off its phases: the mean step of each plane in radians, (H, D/2), and
-    how far every token but the first turns off that mean, root mean square over planes, (H, T - 1)."""
+    """Steps of a route that rotates planes, read off its phases: the mean step of each plane in radians, (H, D/2), and how
+    far every token but the first turns off that mean, root mean square over planes, (H, T - 1)."""
     phase = torch.complex(route.cos[0], route.sin[0])                               # (H or 1, T, D/2)
     step = phase[:, 1:] * phase[:, :-1].conj()
     mean = step.mean(1, keepdim=True)
@@ -272,19 +272,19 @@ def turns(route):
 @torch.inference_mode()
 def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
     """Of one text ids (T,): head_statistics by layer, {name: (n_layer, H, queries)}; coherence of the queries' route,
-    (n_layer, H, distances, planes), or [] without distances; a list of turns() by layer, or [] if planes do not turn.
-    The queries are spread over the last half of a training length: the same tokens for any T that ends there."""
+    (n_layer, H, distances, planes), or [] without distances; a list of turns() by layer, or [] if planes do not turn. The
+    queries are spread over the last half of a training length: the same tokens for any T that ends there."""
     T, block_size = len(ids), model.config.block_size
     late = min(T, max(1, block_size // 2))
     queries = torch.linspace(T - late, T - 1, min(n_queries, late), device=ids.device).round().long()
     idx, sequence, found, routes, turned = ids[None], torch.tensor([sequence], device=ids.device), [], [], []
     embedding = x = model.embed(idx)
     for block in model.blocks:
-        attention, normed = block.attention, block.norm_1(x)
-        frame = attention.position(normed, embedding, idx, sequence)
-        found.append(head_statistics(attention, frame, normed, queries, block_size))
+        normed = block.norm_1(x)
+        frame = block.attention.position(normed, embedding, idx, sequence)
+        found.append(head_statistics(block.attention, frame, normed, queries, block_size))
         if len(distances):
-            routes.append(coherence(frame.qk, normed.unflatten(2, (attention.n_head, -1)).transpose(1, 2), distances))
+            routes.append(coherence(frame.qk, block.attention.project(normed)[0], distances))
         if hasattr(frame.qk, "cos"):
             turned.append(turns(frame.qk))
         x = block(x, embedding, idx, sequence)
@@ -335,8 +335,7 @@ def finite(value):
 
 # What a file of --json must say to be shown again: a list of such measurements.
 RESULTS = [{"label": str, "checkpoint": str, "seed": count, "step": count, "block_size": lambda n: count(n) and n > 0,
-            "bytes": bool, "window": lambda n: n is None or finite(n) and n > 0, "distances": [count],
-            "coherence": [[[[finite]]]],
+            "bytes": bool, "window": lambda n: n is None or finite(n) and n > 0, "distances": [count], "coherence": [[[[finite]]]],
             "steps": lambda steps: steps is None or not misfit(steps, {"speed": [[[finite]]], "turn": dict}),
             "lengths": [{"length": count} | {name: [[finite]] for name in MEASURED}]}]
 
