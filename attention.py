@@ -24,7 +24,6 @@ class Frame:
     key_bias     c of the bias -(c_i - c_j): (1 or B, H, T) float64, or None
     query_scale  factor on the content part of each query's logits: (H or 1, T, 1), or None
     state        what decoding must remember of the tokens so far
-    window       keys that a query sees, itself included, or None: all
     together     sequences of the batch that are read as one text (training with --cross_batch)
     open         the Frame of a second reading, of what came after, or None
     weight       of this reading: (B, H, T, 1), or None: 1"""
@@ -33,7 +32,6 @@ class Frame:
     key_bias: torch.Tensor | None
     query_scale: torch.Tensor | None
     state: tuple
-    window: int | None = None
     together: int = 1
     open: "Frame | None" = None
     weight: torch.Tensor | None = None
@@ -61,8 +59,7 @@ class Attention(nn.Module):
         """x: (B, T, C), the layer's normalised input; returns (B, T, C). `cache`: a Cache to decode with, or None."""
         frame, qkv = self.position(x, embedding, idx, sequence, cache and cache.state), self.project(x)
         with torch.autocast(x.device.type, enabled=False):    # autocast has set the type of q, k, v; routes keep theirs
-            near = frame.window if self.window is None else min(self.window, frame.window or self.window)
-            y = self.read(qkv, frame, cache, near)
+            y = self.read(qkv, frame, cache, self.window)
             if frame.open is not None:
                 last, window = None, self.window and max(1, self.window - 1)  # keys there are a token older
                 if cache is not None:

@@ -317,13 +317,12 @@ class Position(nn.Module):
         kind, self.routed, controls = parse_position(config.pos)
         # The last of four layers, and of all, can be open (arXiv 2501.18795 and 2504.08719 mix layers so): no route, no bias,
         # nothing hides a far key from a query that asks for its content. Elsewhere a distance never trained on does. With
-        # +nope that is all such a layer does. With +open it reads twice with the same queries, keys and values: along the
-        # route, an eighth of the training length back, and openly, each value under the key before it. Were the first not
-        # short, it would do all that training asks for, and the second unlearn it; were keys not shifted
-        # (attention.what_follows), copying would hardly be learned. How much the second counts depends on the token; +logn
-        # scales it alone.
+        # +nope that is all such a layer does. With +open it reads twice with the same queries, keys and values, first along
+        # the route, then openly, each value under the key before it (attention.what_follows): else the first reading would
+        # learn all that training asks for, and the second nothing. How much the second counts depends on the token. +logn
+        # then scales the second alone.
         self.open = bool(set(OPENING) & set(controls)) and (layer % 4 == 3 or layer == config.n_layer - 1)
-        self.twice, self.near = self.open and "open" in controls, max(1, config.block_size // 8)
+        self.twice = self.open and "open" in controls
         if self.open and not self.twice:
             kind, self.routed, controls = Steps, "", [c for c in controls if c not in DECAYS]
         if self.twice:
@@ -354,11 +353,11 @@ class Position(nn.Module):
                 return Frame(qk, v, key_bias, query_scale, state, together=together)
             weight = torch.sigmoid(F.linear(x, precise(self.weight.weight), precise(self.weight.bias)))  # (B, T, H)
             openly = Frame(STAY, STAY, None, query_scale, state, together=together, weight=weight.transpose(1, 2)[..., None])
-            return Frame(qk, v, key_bias, None, state, window=self.near, open=openly)
+            return Frame(qk, v, key_bias, None, state, open=openly)
 
     def context(self, length):
         """Tokens that a training step reads for one of a text of `length`."""
-        return length * self.cross_batch + self.twice * min(length, self.near)
+        return length * (self.cross_batch + self.twice)
 
     def query_scale(self, length, count, x):
         if self.logn is None and self.logn_from is None:

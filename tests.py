@@ -178,9 +178,8 @@ def reference_readings(layer, x, embedding, idx, sequence, window=None, length=N
     steps = reference_steps(layer, x, embedding, idx, sequence)
     if "open" not in controls:
         return [reference_reading(layer, x, steps, routed, position.decays, "logn" in controls, window)]
-    near = layer.block_size // 8
     weight = torch.sigmoid(x @ position.weight.weight.T + position.weight.bias).repeat_interleave(layer.head_dim, -1)
-    return [reference_reading(layer, x, steps, routed, position.decays, False, near if window is None else min(near, window)),
+    return [reference_reading(layer, x, steps, routed, position.decays, False, window),
             reference_reading(layer, x, (None, None), "", [], "logn" in controls, window and max(1, window - 1), 1,
                               length) * weight]
 
@@ -227,7 +226,7 @@ def layer_of(variant, n_head, dtype=torch.float64):
     torch.manual_seed(0)
     config = config_of(n_head=n_head, **variant)
     layer = shake(Attention(config, make_position(config, layer=1))).to(dtype)
-    layer.pos_name, layer.block_size = config.pos, config.block_size
+    layer.pos_name = config.pos
     return layer
 
 
@@ -306,8 +305,8 @@ def test_cross_batch_in_a_compiled_graph_with_dropout(pos):
         grads.append(torch.autograd.grad(m(idx, idx)[1], list(model.parameters())))
     for got, want in zip(*grads):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    near = 4 if "open" in pos else 0  # an eighth of a training length of 32
-    assert model.flops_per_token(9) == model.eval().flops_per_token(0) + 12 * 96 * (9 * (1 + 2) + near)
+    readings = 1 + 2 + ("open" in pos)  # the first layer, the two sequences, and the layer's own
+    assert model.flops_per_token(9) == model.eval().flops_per_token(0) + 12 * 96 * 9 * readings
 
 
 # ---------------------------------------------------------------- conventions, as literals
@@ -405,7 +404,7 @@ def test_the_last_of_four_layers_has_neither_route_nor_bias_with_a_nope_suffix()
 
 
 def test_an_open_suffix_adds_a_second_reading_to_the_last_of_four_layers():
-    """The first stays as without it but for its window, an eighth of the training length; +logn goes to the second."""
+    """The first stays as without it, but that +logn goes to the second."""
     inputs = inputs_of(2, 9)
     for layer in range(6):
         both, alone = (shake(make_position(config_of(pos=name, n_layer=6), layer).double(), scale=0)
@@ -413,7 +412,6 @@ def test_an_open_suffix_adds_a_second_reading_to_the_last_of_four_layers():
         got, want = both(*inputs), alone(*inputs)
         torch.testing.assert_close(got.key_bias, want.key_bias, rtol=0, atol=0)
         torch.testing.assert_close(got.qk.phase, want.qk.phase, rtol=0, atol=0)
-        assert got.window == (4 if layer in (3, 5) else None)
         if layer in (3, 5):
             assert got.query_scale is None and got.open.key_bias is None
             assert got.open.qk is got.open.v is attention.STAY and got.open.state is got.state
