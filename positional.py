@@ -318,9 +318,9 @@ class Position(nn.Module):
         # The last of four layers, and of all, can be open (arXiv 2501.18795 and 2504.08719 mix layers so): no route, no bias,
         # nothing hides a far key from a query that asks for its content. Elsewhere a distance never trained on does. With
         # +nope that is all such a layer does. With +open it reads twice with the same queries, keys and values, first along
-        # the route, then openly, each value under the key before it (attention.what_follows): else the first reading would
-        # learn all that training asks for, and the second nothing. How much the second counts depends on the token. +logn
-        # then scales the second alone.
+        # the route, then openly, each value under the key before it (attention.what_follows): with keys as they are the first
+        # reading learned all that training asks for, and the second nothing; so it keeps a part (results/study/NOTES.md). How
+        # much the second counts depends on the token. +logn then scales the second alone.
         self.open = bool(set(OPENING) & set(controls)) and (layer % 4 == 3 or layer == config.n_layer - 1)
         self.twice = self.open and "open" in controls
         if self.open and not self.twice:
