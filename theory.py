@@ -284,7 +284,7 @@ def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
         frame = block.attention.position(normed, embedding, idx, sequence)
         found.append(head_statistics(block.attention, frame, normed, queries, block_size))
         if len(distances):
-            routes.append(coherence(frame.qk, block.attention.project(normed)[0], distances))
+            routes.append(coherence(frame.qk, normed.unflatten(2, (block.attention.n_head, -1)).transpose(1, 2), distances))
         if hasattr(frame.qk, "cos"):
             turned.append(turns(frame.qk))
         x = block(x, embedding, idx, sequence)

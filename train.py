@@ -33,9 +33,9 @@ KNOBS = (
     ("n_embd", 768, integer(1), "width"),
     ("block_size", 512, integer(1), "training length, in tokens"),
     ("dropout", 0.1, number(0, 0.99), "on the embedding and on residual branches"),
-    ("cross_batch", 1, integer(1), "sequences of a batch that layers opened by +nope or +open read as one text in training, so that "
-                                   "they learn to pass over what is far (arXiv 2307.03170); must divide what a rank takes "
-                                   "at once, batch_size / (ranks x grad_accum)"),
+    ("cross_batch", 1, integer(1), "sequences of a batch that layers opened by +nope or +open read as one text in training, "
+                                   "so that they learn to pass over what is far (arXiv 2307.03170); must divide what a rank "
+                                   "takes at once, batch_size / (ranks x grad_accum)"),
     ("batch_size", 32, integer(1), "sequences per optimizer step, over all ranks"),
     ("grad_accum", 1, integer(1), "forward passes that make up one step; ranks x grad_accum must divide batch_size"),
     ("max_steps", 200_000, integer(0), "optimizer steps; 0 only writes the initial checkpoint"),
