@@ -24,17 +24,13 @@ class Frame:
     key_bias     c of the bias -(c_i - c_j): (1 or B, H, T) float64, or None
     query_scale  factor on the content part of each query's logits: (H or 1, T, 1), or None
     state        what decoding must remember of the tokens so far
-    together     sequences of the batch that are read as one text (training with --cross_batch)
-    open         the Frame of a second reading, of what came after, or None
-    weight       of this reading: (B, H, T, 1), or None: 1"""
+    together     sequences of the batch that are read as one text (training with --cross_batch)"""
     qk: object
     v: object
     key_bias: torch.Tensor | None
     query_scale: torch.Tensor | None
     state: tuple
     together: int = 1
-    open: "Frame | None" = None
-    weight: torch.Tensor | None = None
 
     def enter(self, qkv):
         """Queries, keys and values (3, B, H, T, D), each moved into the common frame, what is routed alike in one go."""
@@ -57,22 +53,26 @@ class Attention(nn.Module):
 
     def forward(self, x, embedding, idx, sequence, cache=None):
         """x: (B, T, C), the layer's normalised input; returns (B, T, C). `cache`: a Cache to decode with, or None."""
-        frame, qkv = self.position(x, embedding, idx, sequence, cache and cache.state), self.project(x)
+        frame, qkv = self.position(x, embedding, idx, sequence, cache and cache.state), self.project(x, cache)
         with torch.autocast(x.device.type, enabled=False):    # autocast has set the type of q, k, v; routes keep theirs
-            y = self.read(qkv, frame, cache, self.window)
-            if frame.open is not None:
-                last, window = None, self.window and max(1, self.window - 1)  # keys there are a token older
-                if cache is not None:
-                    cache.open = cache.open or Cache(cache.capacity)
-                    last, cache.last_key = cache.last_key, qkv[1, ..., -1:, :].clone()  # a view would keep all of qkv
-                y = y + self.read(what_follows(qkv, last), frame.open, cache and cache.open, window)
+            y = self.read(qkv, frame, cache)
         return self.proj(y.transpose(1, 2).reshape(x.shape))
 
-    def project(self, x):
-        """Queries, keys and values of x (B, T, C): (3, B, H, T, D)."""
-        return self.qkv(x).unflatten(2, (3, self.n_head, self.head_dim)).permute(2, 0, 3, 1, 4)
+    def project(self, x, cache=None):
+        """Queries, keys and values of x (B, T, C), with +conv after its convolution: (3, B, H, T, D)."""
+        qkv = self.qkv(x).unflatten(2, (3, self.n_head, self.head_dim)).permute(2, 0, 3, 1, 4)
+        if self.position.taps is None:
+            return qkv
+        n, T, y = len(self.position.taps), x.size(1), precise(qkv)
+        before = cache and cache.before
+        past = F.pad(qkv, (0, 0, n, 0)) if before is None else torch.cat((before, qkv), dim=-2)   # (3, B, H, n + T, D)
+        if cache is not None:
+            cache.before = past[..., T:, :].clone()           # a view would keep all of it
+        for ago, tap in enumerate(self.position.taps, 1):     # tap: (3, H, 1, D)
+            y = y + tap[:, None] * past[..., n - ago:n - ago + T, :]
+        return y.to(qkv.dtype)
 
-    def read(self, qkv, frame, cache, window):
+    def read(self, qkv, frame, cache):
         """Move in, attend, move back: qkv (3, B, H, T, D) to (B, H, T, D), of the same type."""
         path, dtype = isinstance(frame.qk, Path), qkv.dtype
         if frame.together > 1:                                # sequences in a row: (3, B / n, H, n T, D)
@@ -84,25 +84,16 @@ class Attention(nn.Module):
         # attend
         past = (k, v, frame.key_bias) if cache is None else cache.append(k, v, frame)
         if path:
-            y, k = path_attention(q, *past, frame.qk, window)
+            y, k = path_attention(q, *past, frame.qk, self.window)
             if cache is not None:
                 past[0][:, :, -k.size(2):] = k                # in the cache, of which past is a view
         else:
-            y = causal_attention(q, *past, window)
+            y = causal_attention(q, *past, self.window)
 
         y = frame.v.leave(y)                                  # move back, at each query
         if frame.together > 1:
             y = y.unflatten(2, (frame.together, -1)).transpose(1, 2).flatten(0, 1)            # (B, H, T, D)
-        return (y if frame.weight is None else y * frame.weight).to(dtype)
-
-
-def what_follows(qkv, last=None):
-    """qkv (3, B, H, T, D) with every value under the key of the token before it, the first under `last` (B, H, 1, D), or 0 at
-    the start of a text. So a query that finds its like reads what came after it: an induction head in one layer, where others
-    need two (KV shifting, arXiv 2411.19574, there with learned shares of both keys)."""
-    q, k, v = qkv
-    last = torch.zeros_like(k[..., :1, :]) if last is None else last.to(k.dtype)
-    return torch.stack((q, torch.cat((last, k[..., :-1, :]), dim=-2), v))
+        return y.to(dtype)
 
 
 class Stay:
@@ -349,7 +340,7 @@ class Cache:
     PaTH's keys stand in the frame of the last token and are rewritten as tokens come."""
     def __init__(self, capacity):
         self.capacity, self.state, self.store = capacity, None, None
-        self.open, self.last_key = None, None  # of a second reading: its Cache, and the key of the last token
+        self.before = None  # queries, keys and values of the last tokens as projected, for +conv
 
     def append(self, k, v, frame):
         """Take in k, v (B, H, T, D) and frame.key_bias; return views of all keys, values and biases so far."""

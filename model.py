@@ -22,7 +22,7 @@ from prepare_data import get_tokenizer
 @dataclass
 class GPTConfig:
     """What a model is. Every field is checked on creation: UsageError names the option and what is legal."""
-    pos: str = "accrot_qkv"       # mechanism: a name of positional.POSITIONS, then any of +alibi +fox +logn +nope +open
+    pos: str = "accrot_qkv"       # mechanism: a name of positional.POSITIONS, then any of +alibi +fox +logn +nope +conv
     angles: str = "token"         # where accrot's angles come from: token, table or hidden
     value_route: str = "shared"   # values travel the queries' route, or one of their "own"
     block_size: int = 512         # tokens: the training length
@@ -189,7 +189,7 @@ class GPT(nn.Module):
     def flops_per_token(self, length):
         """Floating-point operations of one training step per token: 6 per weight in a matrix product (the embedding is a
         look-up), 12 per layer, channel and token of context (PaLM, arXiv 2204.02311, appendix B; causality not deducted).
-        Each reading of an open layer counts; with train.py --cross_batch its context is all sequences that it reads as one."""
+        With train.py --cross_batch an open layer's context is all sequences that it reads as one."""
         look_ups = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Embedding))
         weights = sum(p.numel() for p in self.parameters()) - look_ups
         return 6 * weights + 12 * self.config.n_embd * sum(block.attention.position.context(length) for block in self.blocks)

@@ -245,8 +245,7 @@ POSITIONS = {
     "fox":         (Steps, "", ("fox",)),
 }
 DECAYS = {"alibi": Alibi, "fox": Fox}
-OPENING = ("nope", "open")  # controls that open some layers to keys at any distance
-CONTROLS = (*DECAYS, "logn", *OPENING)
+CONTROLS = (*DECAYS, "logn", "nope", "conv")
 ANGLES = ("token", "table", "hidden")
 UPGRADES = {"rope": "accrot_qk", "rope_qkv": "accrot_qkv"}  # equal logits at birth: train.py --init_from
 
@@ -267,8 +266,6 @@ def parse_position(name):
         if suffix in (base, *controls):
             raise UsageError(f"pos={name}: {suffix} is given twice")
         controls += (suffix,)
-    if set(OPENING) <= set(controls):
-        raise UsageError(f"pos={name}: +nope and +open exclude each other; leave one out")
     return kind, routed, controls
 
 
@@ -310,25 +307,21 @@ def make_position(config, layer=0):
 class Position(nn.Module):
     """One kind of step with its far-mass controls. All its arithmetic is in float32 or better, outside autocast."""
     logn_from = None  # eval_length.py --logn: scale queries beyond this many tokens by ln(i + 1) / ln(logn_from)
+    n_taps = 3        # tokens before that +conv takes in: with the token itself a convolution over four
     cross_batch = 1   # train.py --cross_batch: sequences of a batch that an open layer reads as one text in training
 
     def __init__(self, config, layer):
         super().__init__()
         kind, self.routed, controls = parse_position(config.pos)
-        # The last of four layers, and of all, can be open (arXiv 2501.18795 and 2504.08719 mix layers so): no route, no bias,
-        # nothing hides a far key from a query that asks for its content. Elsewhere a distance never trained on does. With
-        # +nope that is all such a layer does. With +open it reads twice with the same queries, keys and values, first along
-        # the route, then openly, each value under the key before it (attention.what_follows): with keys as they are the first
-        # reading learned all that training asks for, and the second nothing; so it keeps a part (results/study/NOTES.md). How
-        # much the second counts depends on the token. +logn then scales the second alone.
-        self.open = bool(set(OPENING) & set(controls)) and (layer % 4 == 3 or layer == config.n_layer - 1)
-        self.twice = self.open and "open" in controls
-        if self.open and not self.twice:
+        # +nope: the last of four layers, and of all, has no route and no bias (arXiv 2501.18795 and 2504.08719 mix layers
+        # so). Nothing hides a far key there from a query that asks for its content; elsewhere a distance never trained on does.
+        self.open = "nope" in controls and (layer % 4 == 3 or layer == config.n_layer - 1)
+        if self.open:
             kind, self.routed, controls = Steps, "", [c for c in controls if c not in DECAYS]
-        if self.twice:
-            self.weight = nn.Linear(config.n_embd, config.n_head)
-            nn.init.zeros_(self.weight.weight)
-            nn.init.zeros_(self.weight.bias)
+        # +conv (Primer, arXiv 2109.08668): to each query, key and value is added, by channel, what those of the tokens before
+        # have to say, `taps` of them; nothing at birth. So one layer finds what followed a token like this one.
+        self.taps = nn.Parameter(torch.zeros(self.n_taps, 3, config.n_head, 1, config.head_dim)) \
+            if "conv" in controls else None
         self.steps = kind(config, layer)
         self.decays = nn.ModuleList(DECAYS[name](config) for name in controls if name in DECAYS)
         # Scalable softmax (arXiv 2501.19399): logits grow with ln n, so that n far tokens cannot outweigh a near one.
@@ -349,15 +342,11 @@ class Position(nn.Module):
             together = self.cross_batch if self.training else 1
             query_scale = self.query_scale(length, idx.size(1) * together, x)
             v, state = v if self.routed == "qkv" else STAY, (length + idx.size(1), last_step, last_bias)
-            if not self.twice:
-                return Frame(qk, v, key_bias, query_scale, state, together=together)
-            weight = torch.sigmoid(F.linear(x, precise(self.weight.weight), precise(self.weight.bias)))  # (B, T, H)
-            openly = Frame(STAY, STAY, None, query_scale, state, together=together, weight=weight.transpose(1, 2)[..., None])
-            return Frame(qk, v, key_bias, None, state, open=openly)
+            return Frame(qk, v, key_bias, query_scale, state, together)
 
     def context(self, length):
         """Tokens that a training step reads for one of a text of `length`."""
-        return length * (self.cross_batch + self.twice)
+        return length * self.cross_batch
 
     def query_scale(self, length, count, x):
         if self.logn is None and self.logn_from is None:

@@ -30,13 +30,14 @@ main    | fox               | 3 | --pos=fox                                     
 main    | accrot_qkv+fox    | 3 | --pos=accrot_qkv+fox                                  | --logn
 main    | accrot_qkv+fox+nope | 3 | --pos=accrot_qkv+fox+nope                           | --logn
 main    | accrot_qkv+fox+nope-cross | 3 | --pos=accrot_qkv+fox+nope --cross_batch=12  | --logn
-main    | accrot_qkv+fox+open-cross | 3 | --pos=accrot_qkv+fox+open --cross_batch=12  | --logn
+main    | accrot_qkv+fox+conv | 3 | --pos=accrot_qkv+fox+conv                           |
+main    | accrot_qkv+fox+conv+nope-cross | 3 | --pos=accrot_qkv+fox+conv+nope --cross_batch=12 | --logn
 main    | accrot_qk         | 3 | --pos=accrot_qk                                       | --logn
 main    | randrot_qk        | 3 | --pos=randrot_qk                                      | --logn
 main    | randrot_qkv       | 3 | --pos=randrot_qkv                                     | --logn
 main    | randrot_qkv-own   | 3 | --pos=randrot_qkv --value_route=own                   | --logn
 main    | rope+fox          | 3 | --pos=rope+fox                                        | --logn
-main    | reflect_qkv       | 3 | --pos=reflect_qkv                                     | --logn
+main    | reflect_qkv       | 1 | --pos=reflect_qkv                                     | --logn
 main    | reflect_qk        | 1 | --pos=reflect_qk                                      | --logn
 main    | orth_qkv          | 1 | --pos=orth_qkv                                        | --logn
 main    | path              | 1 | --pos=path                                            | --logn
@@ -44,6 +45,7 @@ main    | nope              | 1 | --pos=nope                                    
 main    | rope_qkv          | 1 | --pos=rope_qkv                                        | --logn
 main    | accrot_qkv+alibi  | 1 | --pos=accrot_qkv+alibi                                |
 main    | path+fox          | 1 | --pos=path+fox                                        |
+main    | fox+conv          | 1 | --pos=fox+conv                                        |
 main    | accrot_qkv+logn   | 1 | --pos=accrot_qkv+logn                                 |
 main    | accrot_qkv-hidden | 1 | --pos=accrot_qkv --angles=hidden                      | --logn
 main    | accrot_qkv-table  | 1 | --pos=accrot_qkv --angles=table                       | --logn
@@ -51,12 +53,12 @@ main    | accrot_qk-hidden  | 1 | --pos=accrot_qk --angles=hidden               
 main    | accrot_qk-table   | 1 | --pos=accrot_qk --angles=table                        | --logn
 main    | accrot_qkv-own    | 1 | --pos=accrot_qkv --value_route=own                    | --logn
 context | accrot_qkv-64     | 3 | --pos=accrot_qkv --block_size=64 --batch_size=48      |
-context | accrot_qkv-128    | 3 | --pos=accrot_qkv --block_size=128 --batch_size=24     |
-context | accrot_qkv-512    | 3 | --pos=accrot_qkv --block_size=512 --batch_size=6      |
+context | accrot_qkv-128    | 1 | --pos=accrot_qkv --block_size=128 --batch_size=24     |
+context | accrot_qkv-512    | 1 | --pos=accrot_qkv --block_size=512 --batch_size=6      |
 warm    | accrot_qk-warm    | 3 | --pos=accrot_qk --init_from=rope --max_steps=600      |
 warm    | accrot_qkv-warm   | 3 | --pos=accrot_qkv --init_from=rope_qkv --max_steps=600 |
-heads   | randrot_qk-32     | 3 | --pos=randrot_qk --n_head=4                           |
-heads   | randrot_qkv-32    | 3 | --pos=randrot_qkv --n_head=4                          |
+heads   | randrot_qk-32     | 1 | --pos=randrot_qk --n_head=4                           |
+heads   | randrot_qkv-32    | 1 | --pos=randrot_qkv --n_head=4                          |
 steps   | randrot_qk-2400   | 1 | --pos=randrot_qk --max_steps=2400                     |
 steps   | randrot_qkv-2400  | 1 | --pos=randrot_qkv --max_steps=2400                    |
 recall  | rope              | 1 | $RECALL --pos=rope                                    | --window=128
@@ -66,20 +68,20 @@ recall  | accrot_qkv+fox    | 1 | $RECALL --pos=accrot_qkv+fox                  
 recall  | accrot_qk         | 1 | $RECALL --pos=accrot_qk                               | --logn
 recall  | accrot_qkv+fox+nope | 1 | $RECALL --pos=accrot_qkv+fox+nope                   | --logn
 recall  | accrot_qkv+fox+nope-cross | 1 | $RECALL --pos=accrot_qkv+fox+nope --cross_batch=8 | --logn
-recall  | accrot_qkv+fox+open-cross | 1 | $RECALL --pos=accrot_qkv+fox+open --cross_batch=8 | --logn
+recall  | accrot_qkv+fox+conv | 1 | $RECALL --pos=accrot_qkv+fox+conv                   |
+recall  | accrot_qkv+fox+conv+nope-cross | 1 | $RECALL --pos=accrot_qkv+fox+conv+nope --cross_batch=8 | --logn
+recall  | rope+fox+conv+nope-cross | 1 | $RECALL --pos=rope+fox+conv+nope --cross_batch=8 | --logn
 recall  | rope+fox+nope     | 1 | $RECALL --pos=rope+fox+nope                           | --logn
 recall  | rope+fox          | 1 | $RECALL --pos=rope+fox                                |
 recall  | alibi             | 1 | $RECALL --pos=alibi                                   |
 mixed   | accrot_qkv+fox    | 1 | $MIXED --pos=accrot_qkv+fox                           |
-mixed   | accrot_qkv+fox+open-cross | 1 | $MIXED --pos=accrot_qkv+fox+open --cross_batch=8 |
-mixed   | accrot_qkv+fox+nope-cross | 1 | $MIXED --pos=accrot_qkv+fox+nope --cross_batch=8 |
-mixed   | rope              | 1 | $MIXED --pos=rope                                     | --window=128
+mixed   | accrot_qkv+fox+conv+nope-cross | 1 | $MIXED --pos=accrot_qkv+fox+conv+nope --cross_batch=8 |
 large   | rope              | 1 | $LARGE --pos=rope                                     | --window=512
 large   | accrot_qkv        | 1 | $LARGE --pos=accrot_qkv                               | --logn
 large   | alibi             | 1 | $LARGE --pos=alibi                                    |
 large   | accrot_qkv+fox    | 1 | $LARGE --pos=accrot_qkv+fox                           |
-large   | accrot_qkv+fox+nope | 1 | $LARGE --pos=accrot_qkv+fox+nope                 |
 large   | accrot_qkv+fox+nope-cross | 1 | $LARGE --pos=accrot_qkv+fox+nope --cross_batch=6 |
+large   | accrot_qkv+fox+conv+nope-cross | 1 | $LARGE --pos=accrot_qkv+fox+conv+nope --cross_batch=6 |
 "
 SEEDS=${SEEDS:-1 2 3} PARTS=${PARTS:-main context warm heads large steps recall mixed}
 

@@ -14,7 +14,6 @@ import argparse, math, sys
 import numpy as np
 import torch
 
-from attention import what_follows
 from checks import UsageError, check_outputs, count, integer, integers, misfit, picture, program, read_json, real, write_json
 from eval_length import MULTIPLES, held_out, label_of, layout, read_results, row_names, standard_error
 from model import GPT
@@ -226,10 +225,8 @@ def head_statistics(attention, frame, x, queries, block_size):
     far: keys block_size or more tokens back. logit_range: largest minus smallest logit of a query, 2 lambda, nats, bias
     included. bound: far mass's, from that range; mean_bound, by Jensen: M / (M + K e^(largest near - mean far)). near_norm,
     far_norm: lengths of both parts of the output, before the projection; alignment: far_norm over what it would be were all
-    far values parallel. Lengths are the same in the common frame. Memory is AT_ONCE x T. Of a layer that reads twice
-    (+open) this is the second reading; coherence() and turns() are of the first."""
-    qkv, frame = (attention.project(x), frame) if frame.open is None else (what_follows(attention.project(x)), frame.open)
-    q, k, v = (t[0] for t in frame.enter(qkv))                                      # (H, T, D) each
+    far values parallel. Lengths are the same in the common frame. Memory is AT_ONCE x T."""
+    q, k, v = (t[0] for t in frame.enter(attention.project(x)))                   # (H, T, D) each
     key, found = torch.arange(x.size(1), device=x.device), []
     for i in queries[:, None].split(AT_ONCE):
         seen, far = key <= i, key <= i - block_size                                 # (AT_ONCE, T)
@@ -243,9 +240,8 @@ def head_statistics(attention, frame, x, queries, block_size):
         lead = logits.masked_fill(far, -math.inf).amax(-1) - logits.masked_fill(~far, 0).sum(-1) / M.clamp(min=1)
         near_norm, far_norm = ((part.to(v.dtype) @ v).norm(dim=-1).double() for part in (near, distant))
         parallel = (distant @ v.norm(dim=-1).double()[..., None])[..., 0]
-        counts = 1 if frame.weight is None else frame.weight[0, :, i[:, 0], 0].double()
         found.append((distant.sum(-1), *(M / (M + block_size * gap.exp()) for gap in (span, lead)), span,
-                      counts * near_norm, counts * far_norm, far_norm / parallel.clamp(min=1e-30)))
+                      near_norm, far_norm, far_norm / parallel.clamp(min=1e-30)))
     return {name: torch.cat(parts, -1) for name, parts in zip(MEASURED, zip(*found))}
 
 

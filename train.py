@@ -17,12 +17,12 @@ from tqdm import tqdm
 
 from checks import CheckpointError, UsageError, integer, misfit, number, program, switch, whole
 from model import GPT, GPTConfig, autocast_for, device_of, is_weights, read_checkpoint
-from positional import OPENING, check_upgrade, parse_position
+from positional import check_upgrade, parse_position
 from prepare_data import TokenShards
 
 # Every knob: name, default (that of --config=paper), type, what it is. --config=demo changes those under DEMO.
 KNOBS = (
-    ("pos", "accrot_qkv", str, "mechanism: a name of positional.POSITIONS, then any of +alibi +fox +logn +nope +open"),
+    ("pos", "accrot_qkv", str, "mechanism: a name of positional.POSITIONS, then any of +alibi +fox +logn +nope +conv"),
     ("angles", "token", str, "where accrot's angles come from: token, table or hidden"),
     ("value_route", "shared", str, "values travel the queries' route (shared) or one of their own (own)"),
     ("data", "data/openwebtext", str, "directory that prepare_data.py wrote"),
@@ -33,7 +33,7 @@ KNOBS = (
     ("n_embd", 768, integer(1), "width"),
     ("block_size", 512, integer(1), "training length, in tokens"),
     ("dropout", 0.1, number(0, 0.99), "on the embedding and on residual branches"),
-    ("cross_batch", 1, integer(1), "sequences of a batch that layers opened by +nope or +open read as one text in training, "
+    ("cross_batch", 1, integer(1), "sequences of a batch that layers opened by +nope read as one text in training, "
                                    "so that they learn to pass over what is far (arXiv 2307.03170); must divide what a rank "
                                    "takes at once, batch_size / (ranks x grad_accum)"),
     ("batch_size", 32, integer(1), "sequences per optimizer step, over all ranks"),
@@ -98,9 +98,9 @@ def check(settings):
         raise UsageError(f"batch_size={settings['batch_size']}: times block_size={settings['block_size']} is more than "
                          f"2^31 tokens a step")
     config, together = model_config(settings, vocab_size=1), settings["cross_batch"]
-    if together > 1 and not set(OPENING) & set(parse_position(config.pos)[2]):
-        raise UsageError(f"cross_batch={together}: pos={config.pos} opens no layer to other sequences; use one with "
-                         f"{' or '.join('+' + c for c in OPENING)}, as pos=accrot_qkv+fox+open")
+    if together > 1 and "nope" not in parse_position(config.pos)[2]:
+        raise UsageError(f"cross_batch={together}: pos={config.pos} opens no layer to other sequences; use one with +nope, "
+                         "as pos=accrot_qkv+fox+nope")
 
 
 def model_config(settings, vocab_size):
