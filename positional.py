@@ -266,6 +266,8 @@ def parse_position(name):
         if suffix in (base, *controls):
             raise UsageError(f"pos={name}: {suffix} is given twice")
         controls += (suffix,)
+    if "conv" in controls and "nope" not in controls:
+        raise UsageError(f"pos={name}: +conv is for the layers that +nope opens; add +nope, or leave +conv out")
     return kind, routed, controls
 
 
@@ -314,14 +316,15 @@ class Position(nn.Module):
         super().__init__()
         kind, self.routed, controls = parse_position(config.pos)
         # +nope: the last of four layers, and of all, has no route and no bias (arXiv 2501.18795 and 2504.08719 mix layers
-        # so). Nothing hides a far key there from a query that asks for its content; elsewhere a distance never trained on does.
+        # so): nothing hides a far key from a query that asks for its content. Elsewhere a distance never trained on does.
         self.open = "nope" in controls and (layer % 4 == 3 or layer == config.n_layer - 1)
         if self.open:
             kind, self.routed, controls = Steps, "", [c for c in controls if c not in DECAYS]
-        # +conv (Primer, arXiv 2109.08668): to each query, key and value is added, by channel, what those of the tokens before
-        # have to say, `taps` of them; nothing at birth. So one layer finds what followed a token like this one.
+        # +conv (Primer, arXiv 2109.08668) in such a layer: to each query, key and value are added, by channel, multiples of
+        # those of the tokens before; at birth none. So a key can tell what came before it, and this layer alone finds what
+        # followed its like. In all layers it lets the others do so along their routes, and this one learns nothing.
         self.taps = nn.Parameter(torch.zeros(self.n_taps, 3, config.n_head, 1, config.head_dim)) \
-            if "conv" in controls else None
+            if self.open and "conv" in controls else None
         self.steps = kind(config, layer)
         self.decays = nn.ModuleList(DECAYS[name](config) for name in controls if name in DECAYS)
         # Scalable softmax (arXiv 2501.19399): logits grow with ln n, so that n far tokens cannot outweigh a near one.

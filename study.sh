@@ -30,8 +30,7 @@ main    | fox               | 3 | --pos=fox                                     
 main    | accrot_qkv+fox    | 3 | --pos=accrot_qkv+fox                                  | --logn
 main    | accrot_qkv+fox+nope | 3 | --pos=accrot_qkv+fox+nope                           | --logn
 main    | accrot_qkv+fox+nope-cross | 3 | --pos=accrot_qkv+fox+nope --cross_batch=12  | --logn
-main    | accrot_qkv+fox+conv | 3 | --pos=accrot_qkv+fox+conv                           |
-main    | accrot_qkv+fox+conv+nope-cross | 3 | --pos=accrot_qkv+fox+conv+nope --cross_batch=12 | --logn
+main    | accrot_qkv+fox+nope+conv-cross | 3 | --pos=accrot_qkv+fox+nope+conv --cross_batch=12 | --logn
 main    | accrot_qk         | 3 | --pos=accrot_qk                                       | --logn
 main    | randrot_qk        | 3 | --pos=randrot_qk                                      | --logn
 main    | randrot_qkv       | 3 | --pos=randrot_qkv                                     | --logn
@@ -45,7 +44,6 @@ main    | nope              | 1 | --pos=nope                                    
 main    | rope_qkv          | 1 | --pos=rope_qkv                                        | --logn
 main    | accrot_qkv+alibi  | 1 | --pos=accrot_qkv+alibi                                |
 main    | path+fox          | 1 | --pos=path+fox                                        |
-main    | fox+conv          | 1 | --pos=fox+conv                                        |
 main    | accrot_qkv+logn   | 1 | --pos=accrot_qkv+logn                                 |
 main    | accrot_qkv-hidden | 1 | --pos=accrot_qkv --angles=hidden                      | --logn
 main    | accrot_qkv-table  | 1 | --pos=accrot_qkv --angles=table                       | --logn
@@ -68,20 +66,20 @@ recall  | accrot_qkv+fox    | 1 | $RECALL --pos=accrot_qkv+fox                  
 recall  | accrot_qk         | 1 | $RECALL --pos=accrot_qk                               | --logn
 recall  | accrot_qkv+fox+nope | 1 | $RECALL --pos=accrot_qkv+fox+nope                   | --logn
 recall  | accrot_qkv+fox+nope-cross | 1 | $RECALL --pos=accrot_qkv+fox+nope --cross_batch=8 | --logn
-recall  | accrot_qkv+fox+conv | 1 | $RECALL --pos=accrot_qkv+fox+conv                   |
-recall  | accrot_qkv+fox+conv+nope-cross | 1 | $RECALL --pos=accrot_qkv+fox+conv+nope --cross_batch=8 | --logn
-recall  | rope+fox+conv+nope-cross | 1 | $RECALL --pos=rope+fox+conv+nope --cross_batch=8 | --logn
+recall  | accrot_qkv+fox+nope+conv | 1 | $RECALL --pos=accrot_qkv+fox+nope+conv         | --logn
+recall  | accrot_qkv+fox+nope+conv-cross | 1 | $RECALL --pos=accrot_qkv+fox+nope+conv --cross_batch=8 | --logn
+recall  | rope+fox+nope+conv-cross | 1 | $RECALL --pos=rope+fox+nope+conv --cross_batch=8 | --logn
 recall  | rope+fox+nope     | 1 | $RECALL --pos=rope+fox+nope                           | --logn
 recall  | rope+fox          | 1 | $RECALL --pos=rope+fox                                |
 recall  | alibi             | 1 | $RECALL --pos=alibi                                   |
 mixed   | accrot_qkv+fox    | 1 | $MIXED --pos=accrot_qkv+fox                           |
-mixed   | accrot_qkv+fox+conv+nope-cross | 1 | $MIXED --pos=accrot_qkv+fox+conv+nope --cross_batch=8 |
+mixed   | accrot_qkv+fox+nope+conv-cross | 1 | $MIXED --pos=accrot_qkv+fox+nope+conv --cross_batch=8 |
 large   | rope              | 1 | $LARGE --pos=rope                                     | --window=512
 large   | accrot_qkv        | 1 | $LARGE --pos=accrot_qkv                               | --logn
 large   | alibi             | 1 | $LARGE --pos=alibi                                    |
 large   | accrot_qkv+fox    | 1 | $LARGE --pos=accrot_qkv+fox                           |
 large   | accrot_qkv+fox+nope-cross | 1 | $LARGE --pos=accrot_qkv+fox+nope --cross_batch=6 |
-large   | accrot_qkv+fox+conv+nope-cross | 1 | $LARGE --pos=accrot_qkv+fox+conv+nope --cross_batch=6 |
+large   | accrot_qkv+fox+nope+conv-cross | 1 | $LARGE --pos=accrot_qkv+fox+nope+conv --cross_batch=6 |
 "
 SEEDS=${SEEDS:-1 2 3} PARTS=${PARTS:-main context warm heads large steps recall mixed}
 
