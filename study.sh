@@ -68,6 +68,7 @@ recall  | accrot_qkv+fox+nope | 1 | $RECALL --pos=accrot_qkv+fox+nope           
 recall  | accrot_qkv+fox+nope-cross | 1 | $RECALL --pos=accrot_qkv+fox+nope --cross_batch=8 | --logn
 recall  | accrot_qkv+fox+nope+conv | 1 | $RECALL --pos=accrot_qkv+fox+nope+conv         | --logn
 recall  | accrot_qkv+fox+nope+conv-cross | 1 | $RECALL --pos=accrot_qkv+fox+nope+conv --cross_batch=8 | --logn
+recall  | accrot_qkv+fox+nope+conv-deep | 1 | $RECALL --n_layer=4 --max_steps=2000 --pos=accrot_qkv+fox+nope+conv --cross_batch=8 | --logn
 recall  | rope+fox+nope+conv-cross | 1 | $RECALL --pos=rope+fox+nope+conv --cross_batch=8 | --logn
 recall  | rope+fox+nope     | 1 | $RECALL --pos=rope+fox+nope                           | --logn
 recall  | rope+fox          | 1 | $RECALL --pos=rope+fox                                |
