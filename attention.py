@@ -67,9 +67,9 @@ class Attention(nn.Module):
         before = cache and cache.before
         past = F.pad(qkv, (0, 0, n, 0)) if before is None else torch.cat((before, qkv), dim=-2)   # (3, B, H, n + T, D)
         if cache is not None:
-            cache.before = past[..., T:, :].clone()           # a view would keep all of it
+            cache.coming = past[..., T:, :].clone()           # a view would keep all of it
         for ago, tap in enumerate(self.position.taps, 1):     # tap: (3, H, 1, D)
-            y = y + tap[:, None] * past[..., n - ago:n - ago + T, :]
+            y = y + precise(tap)[:, None] * past[..., n - ago:n - ago + T, :]
         return y.to(qkv.dtype)
 
     def read(self, qkv, frame, cache):
@@ -340,7 +340,7 @@ class Cache:
     PaTH's keys stand in the frame of the last token and are rewritten as tokens come."""
     def __init__(self, capacity):
         self.capacity, self.state, self.store = capacity, None, None
-        self.before = None  # queries, keys and values of the last tokens as projected, for +conv
+        self.before = self.coming = None  # queries, keys, values of the last tokens as projected, for +conv; after the next
 
     def append(self, k, v, frame):
         """Take in k, v (B, H, T, D) and frame.key_bias; return views of all keys, values and biases so far."""
@@ -352,6 +352,6 @@ class Cache:
             raise ValueError(f"a cache of {self.capacity} tokens cannot take in token {stop}")
         for store, t in zip(self.store, new):
             store[:, :, stop - t.size(2):stop] = t
-        self.state = frame.state
+        self.state, self.before = frame.state, self.coming
         k, v, *bias = (store[:, :, :stop] for store in self.store)
         return k, v, bias[0] if bias else None

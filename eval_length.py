@@ -30,9 +30,10 @@ MULTIPLES = [2 ** k for k in range(8)]  # default lengths, in training lengths; 
 def apply_tricks(model, length, ntk=False, window=None, logn=False):
     """Set a trained model up for windows of `length` tokens, with what a user would try at evaluation time.
     ntk: RoPE's base times (length / block_size)^(d / (d - 2)), dynamic NTK scaling: the slowest plane turns over all of
-    `length` as far as it did over block_size. window: a query sees itself and the window - 1 keys before it. logn:
-    queries with more than block_size keys have their logits scaled by ln(keys) / ln(block_size) (arXiv 2501.19399), with
-    +nope in open layers alone: the others' keys are few, as a bias or a route holds the far ones off."""
+    `length` as far as it did over block_size. window: a query sees itself and the window - 1 keys before it
+    (with +conv these know of three tokens more). logn: queries with more than block_size keys have their logits scaled by
+    ln(keys) / ln(block_size) (arXiv 2501.19399), with +nope in open layers alone: the others' keys are few, as a bias or a
+    route holds the far ones off."""
     block_size, d = model.config.block_size, model.config.head_dim
     layers = [block.attention for block in model.blocks]
     mixed = any(attention.position.open for attention in layers)

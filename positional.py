@@ -170,13 +170,13 @@ class LearnedPath(Steps):
     """path (PaTH, arXiv 2505.16381): step = I - beta w w^T, with beta in (0, 2) it shrinks what lies along w.
 
     As published: w = unit(SiLU(depthwise convolution over 3 tokens (map of rank 32))), beta = 2 sigmoid(linear map)."""
-    rank, taps = 32, 3
+    rank, span = 32, 3
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         width, generator = config.n_embd, torch.Generator().manual_seed(self.key % 2 ** 32)
         self.down, self.up = nn.Linear(width, self.rank, bias=False), nn.Linear(self.rank, width, bias=False)
-        self.filter = nn.Parameter(torch.empty(width, self.taps))                             # the last tap: this token
+        self.filter = nn.Parameter(torch.empty(width, self.span))                             # the last column: this token
         self.beta = nn.Linear(width, config.n_head)
         for weight in (self.down.weight, self.up.weight, self.filter):  # so that SiLU meets numbers around 1
             nn.init.normal_(weight, std=weight.size(1) ** -0.5, generator=generator)
@@ -185,11 +185,11 @@ class LearnedPath(Steps):
 
     def forward(self, x, embedding, idx, sequence, length, state):
         u = F.linear(F.linear(x, precise(self.down.weight)), precise(self.up.weight))         # (B, T, C)
-        u = F.pad(u, (0, 0, self.taps - 1, 0)) if state is None else torch.cat((state, u), dim=1)
+        u = F.pad(u, (0, 0, self.span - 1, 0)) if state is None else torch.cat((state, u), dim=1)
         w = F.silu(sum(u[:, i:i + x.size(1)] * tap for i, tap in enumerate(precise(self.filter).unbind(1))))
         beta = 2 * torch.sigmoid(F.linear(x, precise(self.beta.weight), precise(self.beta.bias)))
         route = Path(unit(w.unflatten(2, (self.n_head, -1)).transpose(1, 2)), beta.transpose(1, 2))
-        return route, STAY, u[:, 1 - self.taps:].clone()  # a view would keep all of u
+        return route, STAY, u[:, 1 - self.span:].clone()  # a view would keep all of u
 
 
 class Alibi(nn.Module):
@@ -227,7 +227,7 @@ class Fox(nn.Module):
         return F.softplus(-gate.transpose(1, 2).contiguous())                                 # (B, H, T)
 
 
-# name: (kind of step, what is routed, far-mass control it brings). Any of CONTROLS may follow a name.
+# name: (kind of step, what is routed, far-mass control it brings). Any of CONTROLS may follow a name, +conv with +nope.
 POSITIONS = {
     "nope":        (Steps, "", ()),
     "rope":        (ConstantRotation, "qk", ()),
@@ -267,7 +267,7 @@ def parse_position(name):
             raise UsageError(f"pos={name}: {suffix} is given twice")
         controls += (suffix,)
     if "conv" in controls and "nope" not in controls:
-        raise UsageError(f"pos={name}: +conv is for the layers that +nope opens; add +nope, or leave +conv out")
+        raise UsageError(f"pos={name}: +conv is for the layers that +nope opens; use a name like rope+nope+conv")
     return kind, routed, controls
 
 
@@ -307,7 +307,7 @@ def make_position(config, layer=0):
 
 
 class Position(nn.Module):
-    """One kind of step with its far-mass controls. All its arithmetic is in float32 or better, outside autocast."""
+    """One kind of step with its far-mass controls. Its arithmetic is in float32 or better, outside autocast."""
     logn_from = None  # eval_length.py --logn: scale queries beyond this many tokens by ln(i + 1) / ln(logn_from)
     n_taps = 3        # tokens before that +conv takes in: with the token itself a convolution over four
     cross_batch = 1   # train.py --cross_batch: sequences of a batch that an open layer reads as one text in training
@@ -320,9 +320,9 @@ class Position(nn.Module):
         self.open = "nope" in controls and (layer % 4 == 3 or layer == config.n_layer - 1)
         if self.open:
             kind, self.routed, controls = Steps, "", [c for c in controls if c not in DECAYS]
-        # +conv (Primer, arXiv 2109.08668) in such a layer: to each query, key and value are added, by channel, multiples of
-        # those of the tokens before; at birth none. So a key can tell what came before it, and this layer alone finds what
-        # followed its like. In all layers it lets the others do so along their routes, and this one learns nothing.
+        # +conv (after Primer, arXiv 2109.08668, with three tokens before where it has two) in such a layer: to each query, key
+        # and value are added, by channel, multiples of theirs; at birth none. So a key can tell what came before it, and this
+        # layer alone finds what followed its like. In all layers it lets the others copy, and this one learns nothing.
         self.taps = nn.Parameter(torch.zeros(self.n_taps, 3, config.n_head, 1, config.head_dim)) \
             if self.open and "conv" in controls else None
         self.steps = kind(config, layer)

@@ -3,6 +3,7 @@
 A reference below is written straight from the definition (a matrix per step, the product along each route); the fast
 paths earn their place against it, values and gradients, at ragged lengths, with 8 heads and with 12.
 """
+import copy
 import hashlib
 import importlib.util
 import itertools
@@ -395,6 +396,16 @@ def test_the_last_of_four_layers_has_neither_route_nor_bias_with_a_nope_suffix()
         torch.testing.assert_close(got.query_scale, want.query_scale, rtol=0, atol=0)
 
 
+class Exactly(nn.Module):
+    """A projection that gives what it was made with."""
+    def __init__(self, given):
+        super().__init__()
+        self.given = given
+
+    def forward(self, x):
+        return self.given
+
+
 def test_a_convolution_takes_in_three_tokens_and_is_nothing_at_birth():
     """Keys that take in the token before are found by a query like that token: so it reads what came after."""
     config = config_of(pos="rope+nope+conv", n_embd=6, n_head=1)
@@ -413,9 +424,28 @@ def test_a_convolution_takes_in_three_tokens_and_is_nothing_at_birth():
     assert (layer.position.n_taps, len(layer.position.taps)) == (3, 3)
 
 
+def test_a_convolution_is_rounded_once_and_survives_a_refused_token():
+    layer, x = layer_of(dict(pos="rope+nope+conv"), 8, torch.bfloat16), torch.randn(1, 40, 96).bfloat16()
+    exact = copy.deepcopy(layer).double()
+    exact.qkv = Exactly(layer.qkv(x).double())
+    torch.testing.assert_close(layer.project(x), exact.project(x).bfloat16(), rtol=0, atol=1e-3)
+
+    layer, cache = layer_of(dict(pos="rope+nope+conv"), 8), Cache(8)
+    inputs = inputs_of(1, 9)
+    want = layer(*inputs)
+
+    def part(start, stop):
+        x, embedding, idx, sequence = inputs
+        return layer(x[:, start:stop], embedding[:, start:stop], idx[:, start:stop], sequence, cache)
+    part(0, 6)
+    with pytest.raises(ValueError, match="cannot take in token 9"):
+        part(6, 9)
+    torch.testing.assert_close(part(6, 8), want[:, 6:8])
+
+
 def test_a_convolution_is_for_open_layers():
     for pos in ("rope+conv", "nope+conv", "alibi+conv+logn"):
-        with pytest.raises(positional.UsageError, match=re.escape(f"pos={pos}: +conv is for the layers that +nope opens")):
+        with pytest.raises(positional.UsageError, match=re.escape(f"pos={pos}: +conv is for the layers that +nope opens; use")):
             parse_position(pos)
 
 
