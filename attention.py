@@ -64,10 +64,9 @@ class Attention(nn.Module):
         if self.position.taps is None:
             return qkv
         n, T, y = len(self.position.taps), x.size(1), precise(qkv)
-        before = cache and cache.before
-        past = F.pad(qkv, (0, 0, n, 0)) if before is None else torch.cat((before, qkv), dim=-2)   # (3, B, H, n + T, D)
+        past, last = with_past(qkv, n, cache and cache.before)                                # (3, B, H, n + T, D)
         if cache is not None:
-            cache.coming = past[..., T:, :].clone()           # a view would keep all of it
+            cache.coming = last
         for ago, tap in enumerate(self.position.taps, 1):     # tap: (3, H, 1, D)
             y = y + precise(tap)[:, None] * past[..., n - ago:n - ago + T, :]
         return y.to(qkv.dtype)
@@ -94,6 +93,13 @@ class Attention(nn.Module):
         if frame.together > 1:
             y = y.unflatten(2, (frame.together, -1)).transpose(1, 2).flatten(0, 1)            # (B, H, T, D)
         return y.to(dtype)
+
+
+def with_past(x, n, past):
+    """x (..., T, D) with the n rows before it in front: `past`, or zeros at the start of a text. And the last n of all, which
+    are `past` for what comes next."""
+    x = F.pad(x, (0, 0, n, 0)) if past is None else torch.cat((past, x), dim=-2)
+    return x, x[..., -n:, :].clone()  # a view would keep all of x
 
 
 class Stay:

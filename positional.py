@@ -22,7 +22,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attention import STAY, Blocks, Frame, Path, Reflections, Rotation, orthogonal, precise, prefix_product, unit
+from attention import (STAY, Blocks, Frame, Path, Reflections, Rotation, orthogonal, precise, prefix_product, unit,
+                       with_past)
 from checks import UsageError
 
 
@@ -185,11 +186,11 @@ class LearnedPath(Steps):
 
     def forward(self, x, embedding, idx, sequence, length, state):
         u = F.linear(F.linear(x, precise(self.down.weight)), precise(self.up.weight))         # (B, T, C)
-        u = F.pad(u, (0, 0, self.span - 1, 0)) if state is None else torch.cat((state, u), dim=1)
+        u, last = with_past(u, self.span - 1, state)
         w = F.silu(sum(u[:, i:i + x.size(1)] * tap for i, tap in enumerate(precise(self.filter).unbind(1))))
         beta = 2 * torch.sigmoid(F.linear(x, precise(self.beta.weight), precise(self.beta.bias)))
         route = Path(unit(w.unflatten(2, (self.n_head, -1)).transpose(1, 2)), beta.transpose(1, 2))
-        return route, STAY, u[:, 1 - self.span:].clone()  # a view would keep all of u
+        return route, STAY, last
 
 
 class Alibi(nn.Module):
