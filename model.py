@@ -224,8 +224,8 @@ def device_of(wanted="auto"):
     """The device that was asked for: cuda, mps, cpu, or auto, the first of these that is there. UsageError if it is not."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     kind = next(filter(there.get, there)) if wanted == "auto" else wanted
-    if not there[kind]:
-        raise UsageError(f"device={kind}: there is none on this machine; use --device=cpu")
+    if not there.get(kind):
+        raise UsageError(f"device={kind}: use auto, cpu, or cuda or mps on a machine that has it")
     return torch.device(kind)
 
 

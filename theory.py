@@ -249,11 +249,10 @@ def coherence(route, probe, distances):
     """|mean over queries of P x| for the routes over each distance, 1 is rigid, 0 mixed: (H, distances, planes). `probe`
     (1, H, T, D) gives shape and device. x is (1, 0) in every plane: for rotations the plane's |mean e^(i(phase_i -
     phase_j))|; other routes count as one plane. In T tokens, below sqrt(window / T) is noise."""
-    half = probe.size(-1) // 2
+    half = (probe.size(-1) + 1) // 2
     entered = route.enter(torch.cat((torch.ones_like(probe[..., :half]), torch.zeros_like(probe[..., half:])), dim=-1))
-    moved = [route.leave(entered.roll(n, 2))[0, :, n:].double().mean(1) for n in distances]  # (H, D) each
-    planes = torch.hypot(*torch.stack(moved, 1).chunk(2, dim=-1))                   # (H, distances, D/2)
-    return planes if hasattr(route, "cos") else planes.square().mean(-1, keepdim=True).sqrt()
+    moved = torch.stack([route.leave(entered.roll(n, 2))[0, :, n:].double().mean(1) for n in distances], 1)  # (H, distances, D)
+    return torch.hypot(*moved.chunk(2, dim=-1)) if hasattr(route, "cos") else moved.norm(dim=-1, keepdim=True) / half ** 0.5
 
 
 def turns(route):

@@ -80,14 +80,14 @@ def parse(argv):
     preset = given.get("config", "paper")
     settings = {name: default for name, default, *_ in KNOBS} | {"config": preset} | PRESETS[preset] | given
     settings["out"] = settings["out"] or f"out/{settings['config']}-{settings['pos']}-{settings['seed']}"
-    check(settings)
+    if not settings["resume"]:  # one that resumes has the rest from its checkpoint
+        check(settings)
     return settings, set(given)
 
 
 def check(settings):
     """UsageError for settings that do not fit together, before any data is read."""
-    for name, legal in (("schedule", ("piecewise", "cosine")), ("device", ("auto", "cuda", "mps", "cpu")),
-                        ("dtype", ("auto", "float32", "bfloat16"))):
+    for name, legal in (("schedule", ("piecewise", "cosine")), ("dtype", ("auto", "float32", "bfloat16"))):
         if settings[name] not in legal:
             raise UsageError(f"{name}={settings[name]}: use one of {', '.join(legal)}")
     if settings["eval_tokens"] < settings["block_size"]:
@@ -263,7 +263,7 @@ def train(settings, given, ranks):
                              "--overwrite, or choose another --out")
         checkpoint = read_checkpoint(path)
         settings = resumed_settings(settings, given, checkpoint, path)
-        check(settings)
+    check(settings)
     data, batch_size, block_size, grad_accum = map(settings.get, ("data", "batch_size", "block_size", "grad_accum"))
     shards, held_out = TokenShards(data, "train"), TokenShards(data, "val")
     for split, row in (("train", shards), ("val", held_out)):
