@@ -96,8 +96,8 @@ class Attention(nn.Module):
 
 
 def with_past(x, n, past):
-    """x (..., T, D) with the n rows before it in front: `past`, or zeros at the start of a text. And the last n of all, which
-    are `past` for what comes next."""
+    """x (..., T, D) with the n rows before it in front: `past`, or zeros at the start of a text. And the last n of all,
+    which are `past` for what comes next."""
     x = F.pad(x, (0, 0, n, 0)) if past is None else torch.cat((past, x), dim=-2)
     return x, x[..., -n:, :].clone()  # a view would keep all of x
 

@@ -321,9 +321,9 @@ class Position(nn.Module):
         self.open = "nope" in controls and (layer % 4 == 3 or layer == config.n_layer - 1)
         if self.open:
             kind, self.routed, controls = Steps, "", [c for c in controls if c not in DECAYS]
-        # +conv (after Primer, arXiv 2109.08668, with three tokens before where it has two) in such a layer: to each query, key
-        # and value are added, by channel, multiples of theirs; at birth none. So a key can tell what came before it, and this
-        # layer alone finds what followed its like. In all layers it lets the others copy, and this one learns nothing.
+        # +conv (after Primer, arXiv 2109.08668, with three tokens before where it has two) in such a layer: to each query,
+        # key and value are added, by channel, multiples of theirs; at birth none. So a key can tell what came before it, and
+        # this layer alone finds what followed its like. In all layers it lets the others copy, and this one learns nothing.
         self.taps = nn.Parameter(torch.zeros(self.n_taps, 3, config.n_head, 1, config.head_dim)) \
             if self.open and "conv" in controls else None
         self.steps = kind(config, layer)

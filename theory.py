@@ -251,7 +251,7 @@ def coherence(route, probe, distances):
     phase_j))|; other routes count as one plane. In T tokens, below sqrt(window / T) is noise."""
     half = (probe.size(-1) + 1) // 2
     entered = route.enter(torch.cat((torch.ones_like(probe[..., :half]), torch.zeros_like(probe[..., half:])), dim=-1))
-    moved = torch.stack([route.leave(entered.roll(n, 2))[0, :, n:].double().mean(1) for n in distances], 1)  # (H, distances, D)
+    moved = torch.stack([route.leave(entered.roll(n, 2))[0, :, n:].double().mean(1) for n in distances], 1)  # (H, n, D)
     return torch.hypot(*moved.chunk(2, dim=-1)) if hasattr(route, "cos") else moved.norm(dim=-1, keepdim=True) / half ** 0.5
 
 
@@ -330,9 +330,9 @@ def finite(value):
 
 # What a file of --json must say to be shown again: a list of such measurements.
 RESULTS = [{"label": str, "checkpoint": str, "seed": count, "step": count, "block_size": lambda n: count(n) and n > 0,
-            "bytes": bool, "window": lambda n: n is None or finite(n) and n > 0, "distances": [count], "coherence": [[[[finite]]]],
-            "steps": lambda steps: steps is None or not misfit(steps, {"speed": [[[finite]]], "turn": dict}),
-            "lengths": [{"length": count} | {name: [[finite]] for name in MEASURED}]}]
+            "bytes": bool, "window": lambda n: n is None or finite(n) and n > 0, "distances": [count],
+            "coherence": [[[[finite]]]], "lengths": [{"length": count} | {name: [[finite]] for name in MEASURED}],
+            "steps": lambda steps: steps is None or not misfit(steps, {"speed": [[[finite]]], "turn": dict})}]
 
 
 def read_measured(path):
@@ -359,7 +359,7 @@ def rounded(x):
 
 def report(results, evaluated):
     """Tables of what was measured; `evaluated` has eval_length.py's result by checkpoint and label, for the ratio. Returns
-    (label, (training length in windows, ratio), training length) where all is known and nothing but mixing holds far mass."""
+    (label, (training length in windows, ratio), training length) where all is known and only mixing holds far mass."""
     names, routes, points = row_names(results), [], []
     for name, r in zip(names, results):
         route, last = np.array(r["coherence"]), r["lengths"][-1]                    # (n_layer, H, distances, planes)
@@ -367,8 +367,9 @@ def report(results, evaluated):
         n, L, longest = r["window"], r["block_size"], last["length"]
         other = evaluated.get((r["checkpoint"], r["label"]), {"lengths": []})       # the label tells tricks apart
         ratio = {row["length"]: row["ratio"] for row in other["lengths"]}.get(longest)
-        routes.append([name, longest, *(f"{np.mean(last[key]):.3f}" for key in MEASURED[:3]), f"{ratio:.3f}" if ratio else "-",
-                       *(("-", L, "-") if n is None else (f"{n:.1f}", L, f"{L / n:.1f}")), f"{mixed.mean():.1f} of {route.shape[-1]}"])
+        reach = ("-", L, "-") if n is None else (f"{n:.1f}", L, f"{L / n:.1f}")
+        routes.append([name, longest, *(f"{np.mean(last[key]):.3f}" for key in MEASURED[:3]),
+                       f"{ratio:.3f}" if ratio else "-", *reach, f"{mixed.mean():.1f} of {route.shape[-1]}"])
         if n and ratio and math.isfinite(ratio) and "+" not in r["label"]:
             points.append((r["label"] + ", from RoPE" * bool(other["train"]["init_from"]), (L / n, ratio), L))
         rows = [[f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]]
@@ -378,8 +379,9 @@ def report(results, evaluated):
              f"that mix within {r['block_size']} tokens, of {route.shape[-1]}",
              [["mean of heads", *MEASURED, "planes mixed"], *rows])
         planes = np.unique(np.linspace(0, route.shape[-1] - 1, 9).astype(int))
-        show(f"{name}: coherence of the route against distance, mean of heads", [["distance", *(f"plane {b}" for b in planes)]] + [
-            [n, *(f"{x:.2f}" for x in at[planes])] for n, at in zip(r["distances"], route.mean((0, 1)))])
+        show(f"{name}: coherence of the route against distance, mean of heads",
+             [["distance", *(f"plane {b}" for b in planes)]] + [
+                 [n, *(f"{x:.2f}" for x in at[planes])] for n, at in zip(r["distances"], route.mean((0, 1)))])
         if r["steps"]:
             speed, turn = np.array(r["steps"]["speed"]).mean((0, 1)), r["steps"]["turn"]
             show(f"{name}: mean step of a plane, radians, over layers and heads, beside RoPE's",
@@ -388,8 +390,8 @@ def report(results, evaluated):
             print("the commonest tokens, by how far they turn off it, rms radians: " + ", ".join(
                 f"{chr(int(i)) if r['bytes'] else int(i)!r} {x:.2f}"
                 for i, x in sorted(turn.items(), key=lambda item: -item[1])))
-    show("At the longest: mass on keys a training length back or more, its two bounds, and the perplexity ratio. Routes: tokens\n"
-         "until the coherence of all planes is 1/e, training lengths over that, planes that mix within a training length",
+    show("At the longest: mass on keys a training length back or more, its two bounds, and the perplexity ratio. Routes:\n"
+         "tokens until the coherence of all planes is 1/e, training lengths over that, planes that mix within one",
          [["", "length", *MEASURED[:3], "ratio", "tokens", "trained", "in windows", "planes mixed"], *routes])
     return points
 
@@ -397,7 +399,8 @@ def report(results, evaluated):
 def draw(points, path):
     with picture(path, 1, 1, figsize=(8, 4.5)) as axis:
         for i, label in enumerate(dict.fromkeys(label for label, *_ in points)):
-            axis.plot(*zip(*(at for name, at, _ in points if name == label)), "o" if i < 10 else "^", color=f"C{i % 10}", label=label)
+            axis.plot(*zip(*(at for name, at, _ in points if name == label)), "o" if i < 10 else "^", color=f"C{i % 10}",
+                      label=label)
         for _, at, block_size in points:
             axis.annotate(f" {block_size}", at, fontsize=7)
         axis.set(xscale="log", xlabel="training length / mixing window measured in the trained model; beside it: tokens",

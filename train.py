@@ -192,7 +192,7 @@ def load_moments(optimizer, saved, path):
     shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
     moments = {i: {"step": like(()), "exp_avg": like(s), "exp_avg_sq": like(s)} for i, s in enumerate(shapes)}
     if wrong := misfit(saved, {"state": dict}) or saved["state"] and misfit(saved["state"], moments):  # {}: no step yet
-        raise CheckpointError(f"{path}: its optimizer is not that of its model: {wrong}; --init_from takes the weights alone")
+        raise CheckpointError(f"{path}: its optimizer is not that of its model: {wrong}; --init_from takes weights alone")
     optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
 
 
@@ -274,8 +274,8 @@ def train(settings, given, ranks):
         raise UsageError(f"batch_size={batch_size}: must be a multiple of ranks x grad_accum = "
                          f"{ranks.size} x {grad_accum}")
     if micro % settings["cross_batch"]:
-        raise UsageError(f"cross_batch={settings['cross_batch']}: must divide the {micro} sequences that a rank takes at once: "
-                         f"batch_size={batch_size} over ranks x grad_accum = {ranks.size} x {grad_accum}")
+        raise UsageError(f"cross_batch={settings['cross_batch']}: must divide the {micro} sequences that a rank takes at "
+                         f"once: batch_size={batch_size} over ranks x grad_accum = {ranks.size} x {grad_accum}")
     if checkpoint and checkpoint["data"]["shards"] != shards.meta["shards"]:
         raise UsageError(f"data={data}: not the tokens that {path} was trained on")
     device, leader = ranks.device, ranks.rank == 0
