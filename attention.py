@@ -16,6 +16,12 @@ def precise(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def on_device(x, like):
+    """x (float64, on the CPU beside MPS, which has none) in float32 or better on like's device. The type goes first, so that
+    no float64 gradient is asked of MPS."""
+    return x.to(torch.promote_types(like.dtype, torch.float32)).to(like.device)
+
+
 @dataclass
 class Frame:
     """What a position tells attention about one layer.
@@ -126,8 +132,8 @@ class Rotation:
 
 
 class Turn(torch.autograd.Function):
-    """rotate, for autograd, of which alone phase is an input: the way back is the opposite turn, and a phase moves y along y
-    turned by 90 degrees. So nothing is kept but y, which attention keeps anyway; else a rotation takes twice the time."""
+    """rotate, for autograd; of the angles `phase` alone has a gradient. The way back is the opposite turn, and a phase moves
+    y along y turned by 90 degrees: of x and y only y is kept, which attention keeps anyway. Half the time of autograd's."""
     @staticmethod
     def forward(ctx, x, phase, cos, sin):
         y = rotate(x, cos, sin)
@@ -204,8 +210,8 @@ def solve_steps(w, beta):
 
 
 def orthogonal(m):
-    """m (..., n, n) after a Newton step to the nearest orthogonal matrix: an error of e becomes e^2. A constant to
-    autograd, as it does not move with changes among orthogonal matrices."""
+    """m (..., n, n) after a Newton step to the nearest orthogonal matrix: an error of e becomes e^2. The correction is a
+    constant to autograd: it does not move with changes among orthogonal matrices."""
     near = m.detach()
     return m + (near - near @ (near.mT @ near)) / 2
 
@@ -261,7 +267,7 @@ def causal_attention(q, k, v, key_bias=None, window=None):
         q = q.to(k.dtype)  # that of the cache
         mask = see(T, S, window, q.device) if T > 1 or window else None
         if key_bias is not None:  # the plain difference -(c_i - c_j)
-            bias = (key_bias[..., None, :] - key_bias[..., -T:, None]).to(q.device, q.dtype)
+            bias = on_device(key_bias[..., None, :] - key_bias[..., -T:, None], q).to(q.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
         return F.scaled_dot_product_attention(q, k, v, mask, scale=D ** -0.5)
     if key_bias is not None:
@@ -285,7 +291,7 @@ def append_bias(q, k, v, key_bias):
     CUDA may use for float32) keeps 8 bits of a factor, so there c goes in three parts of 8 bits each, exact to 24."""
     B, H, T, D = k.shape
     middle = (key_bias[..., :1] + key_bias[..., -1:]).detach() / 2
-    c = ((key_bias - middle) * D ** 0.5).to(k.device, torch.promote_types(k.dtype, torch.float32)).expand(B, H, T)
+    c = on_device((key_bias - middle) * D ** 0.5, k).expand(B, H, T)
     parts, padding = [c], 0
     if k.dtype == torch.bfloat16 or k.is_cuda:
         high = c.bfloat16()
@@ -326,7 +332,7 @@ def path_attention(q, k, v, key_bias, path, window=None, chunk=64):
         logits = torch.cat((q @ keys.mT, local), dim=-1)                                  # (B, H, C, stop - first)
         if key_bias is not None:  # from the chunk's start: small where it matters
             c = key_bias[..., first:stop] - key_bias[..., start:start + 1].detach()
-            logits = logits + F.pad(c, (0, stop - first - c.size(-1))).to(q.device, q.dtype)[..., None, :]
+            logits = logits + on_device(F.pad(c, (0, stop - first - c.size(-1))), q)[..., None, :]
         if window is not None:
             logits = logits.masked_fill(~see(C, stop - first, window, q.device), float("-inf"))
         out[:, :, a] = logits.softmax(-1) @ v[:, :, first:stop]
@@ -346,7 +352,7 @@ class Cache:
     PaTH's keys stand in the frame of the last token and are rewritten as tokens come."""
     def __init__(self, capacity):
         self.capacity, self.state, self.store = capacity, None, None
-        self.before = self.coming = None  # queries, keys, values of the last tokens as projected, for +conv; after the next
+        self.before = self.coming = None  # +conv: q, k, v of the last tokens, before and after those now coming
 
     def append(self, k, v, frame):
         """Take in k, v (B, H, T, D) and frame.key_bias; return views of all keys, values and biases so far."""

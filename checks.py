@@ -13,8 +13,9 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used."""
 
 
-# PyTorch has no class of its own for these: memory ran out, on whatever device; another rank has died.
-BREAKDOWN = re.compile("(allocate|enough|out of) memory|closed by peer|reset by peer|Broken pipe")
+# Bare RuntimeErrors of PyTorch: memory ran out, on whatever device; another rank has died, or cannot be reached.
+BREAKDOWN = re.compile("(allocate|enough|out of) memory|(closed|reset) by peer|Broken pipe|remote process exited|"
+                       "failed to listen")
 
 
 def program(main):
@@ -61,7 +62,7 @@ def whole(path, mode="w"):
     except BaseException as error:
         if os.path.exists(unfinished):
             os.remove(unfinished)
-        fault = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save wraps that of a full disk
+        fault = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save wraps a full disk's so
         if isinstance(fault, OSError) and fault.errno:
             raise OSError(fault.errno, fault.strerror, str(path)) from None
         raise
@@ -156,7 +157,7 @@ def read_json(path, shape):
             value = json.load(file)
         except RecursionError:
             raise ValueError("nested too deeply") from None
-    if wrong := misfit(value, shape):
+    if wrong := misfit(value, shape) or not value and "nothing is in it":
         raise ValueError(wrong)
     return value
 

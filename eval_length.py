@@ -32,8 +32,8 @@ def apply_tricks(model, length, ntk=False, window=None, logn=False):
     ntk: RoPE's base times (length / block_size)^(d / (d - 2)), dynamic NTK scaling: the slowest plane turns over all of
     `length` as far as it did over block_size. window: a query sees itself and the window - 1 keys before it
     (with +conv these know of three tokens more). logn: queries with more than block_size keys have their logits scaled by
-    ln(keys) / ln(block_size) (arXiv 2501.19399), with +nope in open layers alone: the others' keys are few, as a bias or a
-    route holds the far ones off."""
+    ln(keys) / ln(block_size) (arXiv 2501.19399); with +nope in open layers only, as elsewhere a bias or a route holds far
+    keys off."""
     block_size, d = model.config.block_size, model.config.head_dim
     layers = [block.attention for block in model.blocks]
     mixed = any(attention.position.open for attention in layers)
@@ -50,7 +50,8 @@ def check_tricks(model, path, args):
             ("ntk", not rope, f"rescales RoPE's frequencies, and {path} has pos={config.pos}"),
             ("ntk", config.head_dim <= 2, f"needs heads wider than 2, and {path} has {config.head_dim}"),
             ("logn", "logn" in config.pos.split("+"), f"{path} was trained with +logn already"),
-            ("logn", config.block_size < 2, f"{path} has block_size=1, and ln 1 = 0")):
+            ("logn", config.block_size < 2, f"{path} has block_size=1, and ln 1 = 0"),
+            ("logn", args.window, f"scales with the number of keys, which --window={args.window} holds")):
         if getattr(args, trick) and wrong:
             raise UsageError(f"{trick}: {why}; leave --{trick} out")
 
@@ -97,7 +98,8 @@ def summarize(losses, lengths, block_size):
         for kind, keep in (("", np.ones_like(late)), ("late_", late)):
             here, there = perplexity(losses[length][keep]), perplexity(base[keep])
             ratio = here / there if math.isfinite(there) else math.inf
-            paired = np.where(keep, losses[length] - base, 0)
+            with np.errstate(invalid="ignore"):  # inf - inf, where a model has diverged
+                paired = np.where(keep, losses[length] - base, 0)
             error = standard_error(paired.reshape(-1, longest).sum(1) / keep.reshape(-1, longest).sum(1), least=8)
             row |= {f"{kind}targets": int(keep.sum()), f"{kind}loss": float(losses[length][keep].mean()),
                     f"{kind}perplexity": here, f"{kind}ratio": ratio,
@@ -344,8 +346,6 @@ RESULTS = [{"label": str, "checkpoint": str, "data": str, "seed": count, "step":
 def read_results(path):
     try:
         results = read_json(path, RESULTS)
-        if not results:
-            raise ValueError("an empty list")
         for r in results:
             if r["block_size"] not in [row["length"] for row in r["lengths"]]:
                 raise ValueError(f"no row for the training length of {r['block_size']}")

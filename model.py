@@ -83,9 +83,9 @@ class Block(nn.Module):
 
 
 class TokenLosses(torch.autograd.Function):
-    """Cross entropy of every row of x (N, C), logits x weight^T (N, V), against targets (N,). The logits are by far the
-    largest array of a training step, so their gradient takes their place as soon as it can be known, a few rows at a
-    time: autograd would fill four such arrays more, 5% of a bf16 step on CPU and 11 GB for 16,384 tokens."""
+    """Cross entropy of every row of x (N, C), logits x weight^T (N, V), against targets (N,). The logits are a step's
+    largest array, so their gradient overwrites them, a few rows at a time: autograd would fill four such arrays more, 5%
+    of a bf16 step on CPU and 11 GB for 16,384 tokens."""
     @staticmethod
     def forward(ctx, x, weight, targets):
         logits, losses = F.linear(x, weight), []

@@ -22,8 +22,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attention import (STAY, Blocks, Frame, Path, Reflections, Rotation, orthogonal, precise, prefix_product, unit,
-                       with_past)
+from attention import (STAY, Blocks, Frame, Path, Reflections, Rotation, on_device, orthogonal, precise, prefix_product,
+                       unit, with_past)
 from checks import UsageError
 
 
@@ -71,8 +71,8 @@ class ConstantRotation(Steps):
         phase = prefix_sum(self.steps(x, embedding, idx, sequence, length), state)
         # Wrap while still in float64: in [-pi, pi] a float32 phase is good to 2e-7 rad however long the route.
         turns = (phase.detach() / (2 * math.pi)).round_().mul_(2 * math.pi)  # a constant: its gradient would be zeros
-        routes = [Rotation(wrapped) for wrapped in (phase - turns).to(x.device, x.dtype)]
-        return routes[0], routes[-1], phase[..., -1:, :]
+        routes = [Rotation(wrapped) for wrapped in on_device(phase - turns, x)]
+        return routes[0], routes[-1], phase[..., -1:, :].clone()  # a view would keep all of it
 
 
 class RandomRotation(ConstantRotation):
@@ -164,7 +164,7 @@ class LearnedBlocks(Steps):
         if state is not None:
             steps = torch.cat((steps[:, :, :1] @ state, steps[:, :, 1:]), dim=2)
         route = Blocks(orthogonal(prefix_product(steps)))
-        return route, route, route.prefix[:, :, -1:]
+        return route, route, route.prefix[:, :, -1:].clone()
 
 
 class LearnedPath(Steps):
@@ -228,7 +228,7 @@ class Fox(nn.Module):
         return F.softplus(-gate.transpose(1, 2).contiguous())                                 # (B, H, T)
 
 
-# name: (kind of step, what is routed, far-mass control it brings). Any of CONTROLS may follow a name, +conv with +nope.
+# name: (kind of step, what is routed, the controls it brings). Any of CONTROLS may follow a name, +conv with +nope.
 POSITIONS = {
     "nope":        (Steps, "", ()),
     "rope":        (ConstantRotation, "qk", ()),
@@ -308,7 +308,8 @@ def make_position(config, layer=0):
 
 
 class Position(nn.Module):
-    """One kind of step with its far-mass controls. Its arithmetic is in float32 or better, outside autocast."""
+    """What one layer knows of position: a kind of step, the controls after its name, and whether +nope opens the layer. Its
+    arithmetic is in float32 or better, outside autocast."""
     logn_from = None  # eval_length.py --logn: scale queries beyond this many tokens by ln(i + 1) / ln(logn_from)
     n_taps = 3        # tokens before that +conv takes in: with the token itself a convolution over four
     cross_batch = 1   # train.py --cross_batch: sequences of a batch that an open layer reads as one text in training
@@ -316,14 +317,14 @@ class Position(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         kind, self.routed, controls = parse_position(config.pos)
-        # +nope: the last of four layers, and of all, has no route and no bias (arXiv 2501.18795 and 2504.08719 mix layers
-        # so): nothing hides a far key from a query that asks for its content. Elsewhere a distance never trained on does.
+        # +nope: every fourth layer, and the last, has neither route nor bias (arXiv 2501.18795, 2504.08719 mix layers so).
+        # There content alone decides; elsewhere a distance never trained on hides far keys.
         self.open = "nope" in controls and (layer % 4 == 3 or layer == config.n_layer - 1)
         if self.open:
             kind, self.routed, controls = Steps, "", [c for c in controls if c not in DECAYS]
-        # +conv (after Primer, arXiv 2109.08668, with three tokens before where it has two) in such a layer: to each query,
-        # key and value are added, by channel, multiples of theirs; at birth none. So a key can tell what came before it, and
-        # this layer alone finds what followed its like. In all layers it lets the others copy, and this one learns nothing.
+        # +conv, there (after Primer, arXiv 2109.08668, with three tokens before where it has two): queries, keys and values
+        # each add those of the tokens before, weighted by channel, 0 at birth. So a key knows what came before it, and this
+        # layer alone finds what followed its like. In all layers it lets the others copy, and this one learns nothing.
         self.taps = nn.Parameter(torch.zeros(self.n_taps, 3, config.n_head, 1, config.head_dim)) \
             if self.open and "conv" in controls else None
         self.steps = kind(config, layer)
@@ -342,7 +343,7 @@ class Position(nn.Module):
             key_bias = None
             if self.decays:
                 key_bias = prefix_sum(sum(decay(x) for decay in self.decays), last_bias, dim=-1)  # (1 or B, H, T)
-                last_bias = key_bias[..., -1:]
+                last_bias = key_bias[..., -1:].clone()
             together = self.cross_batch if self.training else 1
             query_scale = self.query_scale(length, idx.size(1) * together, x)
             v, state = v if self.routed == "qkv" else STAY, (length + idx.size(1), last_step, last_bias)

@@ -635,6 +635,17 @@ def test_cached_decoding_equals_the_whole_forward(variant):
 
 
 @torch.no_grad()
+@each_variant
+def test_decoding_keeps_nothing_of_a_prompt_but_keys_and_values(variant):
+    """A view of the last prefix would keep those of all tokens: 13 GB for SO(n) blocks after 65,536, at the paper's size."""
+    model = tiny(**variant)
+    caches = [Cache(70) for _ in model.blocks]
+    model(tokens(2, 65), caches=caches)
+    kept = [t for cache in caches for t in (*cache.state[1:], cache.before) if t is not None]
+    assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in kept)
+
+
+@torch.no_grad()
 @each_mechanism
 def test_generate_equals_uncached_sampling(pos):
     model, idx = tiny(pos=pos), tokens(2, 5)
@@ -1702,6 +1713,16 @@ def test_two_ranks_and_accumulation_equal_one_process(pos, corpus, tmp_path):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="generated code needs a C++ compiler")
+def test_two_ranks_train_a_compiled_model(corpus, tmp_path):
+    flags = ["--pos=accrot_qkv+fox", "--n_layer=1", "--dropout=0", "--max_steps=2", "--eval_interval=2"]
+    assert run_train(corpus, tmp_path / "one", *flags) == 0
+    torchrun(2, *SMALL, f"--data={corpus}", f"--out={tmp_path / 'two'}", *flags, "--compile")
+    one, two = load(tmp_path / "one")["model"], load(tmp_path / "two")["model"]
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-4)
+
+
 def test_cross_batch_is_trained_with_alike_on_any_number_of_ranks(corpus, tmp_path, monkeypatch):
     flags = ["--pos=accrot_qk+fox+nope+conv", "--n_layer=2", "--dropout=0", "--batch_size=8", "--max_steps=3", "--log_interval=1"]
     together, original = [], train.make_optimizer
@@ -1912,6 +1933,8 @@ def test_an_output_directory_is_not_overwritten(corpus, tmp_path, capsys):
     message = capsys.readouterr().err
     assert "pos=rope" in message and "accrot_qkv" in message
     assert (tmp_path / "out/ckpt.pt").read_bytes() == before
+    (tmp_path / "out/ckpt.pt").rename(tmp_path / "elsewhere.pt")  # as if it had not come to save one yet
+    assert run_train(corpus, tmp_path / "out", "--max_steps=2") == 2 and log_of(tmp_path / "out")
     assert run_train(corpus, tmp_path / "out", "--max_steps=1", "--overwrite") == 0
     assert load(tmp_path / "out")["step"] == 1
 

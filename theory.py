@@ -139,8 +139,8 @@ def show(title, rows):
 
 
 def mixing():
-    """Like the next three, prints tables and returns the labels of its panel, the x of its last table, and its curves:
-    {name: function of x}, or {name: {x: y}} for what was simulated."""
+    """Prints tables; returns the labels of its panel, the x of its last table, and its curves: {name: function of x}, or
+    {name: {x: y}} for what was simulated. So do the next three."""
     w, few, rng = frequencies(HEAD_DIM), 4 ** np.arange(7), np.random.default_rng(1)
     factor = plane_factor(w)
     planes = np.stack([np.cos(phase[:, few - 1]) for phase in simulate_phases(w, few[-1], 500, rng)])
@@ -338,8 +338,6 @@ RESULTS = [{"label": str, "checkpoint": str, "seed": count, "step": count, "bloc
 def read_measured(path):
     try:
         results = read_json(path, RESULTS)
-        if not results:
-            raise ValueError("an empty list")
         for r in results:
             *heads, n, planes = np.shape(r["coherence"])                            # ValueError if lists are uneven
             shapes = {np.shape(row[name]) for row in r["lengths"] for name in MEASURED}

@@ -3,7 +3,7 @@
     python train.py --config=demo --pos=rope                        # minutes on a laptop
     torchrun --standalone --nproc_per_node=8 train.py --pos=accrot_qkv   # the paper's run on 8 GPUs
 
-Every batch is a pure function of (seed, step, index in the batch), and dropout is reseeded at every step. So any number
+Every batch is a pure function of (seed, step, index in the batch), and dropout is reseeded at every pass. So any number
 of ranks sees the same sequences, and a resumed run continues exactly. Output: OUT/ckpt.pt and OUT/log.jsonl.
 """
 import argparse, hashlib, json, math, os, platform, shutil, signal, subprocess, sys, time
@@ -186,7 +186,7 @@ def make_optimizer(model, settings, device):
 
 
 def load_moments(optimizer, saved, path):
-    """What AdamW remembers of every parameter, if it is that; its settings are this run's own."""
+    """Give AdamW its moments back, once their shapes are seen to be the parameters'. Its settings stay this run's."""
     def like(shape):
         return lambda value: is_weights({"": value}) and value.shape == shape
     shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
@@ -211,7 +211,7 @@ class Log:
         if resumed_at is not None and os.path.exists(path):
             with open(path, errors="replace") as file:
                 for line in file:
-                    with suppress(ValueError, LookupError, TypeError):
+                    with suppress(ValueError, LookupError, TypeError, OverflowError, RecursionError):
                         if line.endswith("}\n") and float(json.loads(line)["step"]) <= resumed_at:
                             kept.append(line)
         with whole(path) as file:
@@ -256,11 +256,11 @@ def resumed_settings(settings, given, checkpoint, path):
 
 
 def train(settings, given, ranks):
-    path, checkpoint = os.path.join(settings["out"], "ckpt.pt"), None
-    if os.path.exists(path) and not settings["overwrite"]:
-        if not settings["resume"]:
-            raise UsageError(f"out={settings['out']}: holds a checkpoint; go on with --resume, start over with "
-                             "--overwrite, or choose another --out")
+    (path, log_path), checkpoint = (os.path.join(settings["out"], name) for name in ("ckpt.pt", "log.jsonl")), None
+    if not settings["resume"] and not settings["overwrite"] and any(map(os.path.exists, (path, log_path))):
+        raise UsageError(f"out={settings['out']}: holds a run; go on with --resume, start over with --overwrite, or choose "
+                         "another --out")
+    if settings["resume"] and os.path.exists(path):
         checkpoint = read_checkpoint(path)
         settings = resumed_settings(settings, given, checkpoint, path)
     check(settings)
@@ -312,7 +312,7 @@ def train(settings, given, ranks):
         os.makedirs(settings["out"], exist_ok=True)
         if settings["overwrite"] and os.path.exists(path):
             os.remove(path)
-        log = Log(os.path.join(settings["out"], "log.jsonl"), first if checkpoint else None)
+        log = Log(log_path, first if checkpoint else None)
         n_params = sum(p.numel() for p in model.parameters())
         mechanism = sum(p.numel() for name, p in model.named_parameters() if ".position." in name)
         log.write(step=first, run=settings, environment=environment(ranks), parameters=n_params)
@@ -326,7 +326,8 @@ def train(settings, given, ranks):
 
     last = min(settings["max_steps"], settings["stop_at"] or settings["max_steps"])
     per_step = batch_size * block_size
-    peak = next((value for name, value in PEAK.items() if name in device_name(device)), None) if low else None
+    words = device_name(device).replace("-", " ").split()
+    peak = next((value for name, value in PEAK.items() if name in words), None) if low else None
     flops = model.flops_per_token(block_size)
 
     def batches():
