@@ -11,7 +11,7 @@ product takes turns too: MFU is the arithmetic that the model needs (flops_per_t
 causal) over what the product does in that time. Memory is a turn's peak above what was held before: not weights, not
 moments. Cases share their weights, so that all fit.
 """
-import argparse, importlib, os, statistics, sys, time
+import importlib.machinery, importlib.util, os, statistics, sys, time
 from dataclasses import asdict, fields
 from functools import partial
 from itertools import product
@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import model as own
 from attention import Cache
-from checks import UsageError, check_outputs, integer, integers, picture, program, write_json
+from checks import Parser, UsageError, check_outputs, integer, integers, picture, program, write_json
 from eval_length import layout
 from train import device_name, make_optimizer
 
@@ -55,8 +55,8 @@ class Case:
 
     @torch.inference_mode()
     def generate(self, idx, targets):
-        for i in range(NEW):
-            self.model.head(self.model.hidden(targets[:, i:i + 1], caches=self.caches)[:, -1])
+        for _ in range(NEW):
+            self.model.head(self.model.hidden(targets[:, :1], caches=self.caches)[:, -1])
 
 
 def build(args, device):
@@ -71,11 +71,10 @@ def build(args, device):
             cases.append(Case(f"{name} compiled", own.GPT(config), device, cases[0]))
             cases[-1].model.compile(fullgraph=True, dynamic=False)
     if args.against:
-        theirs = other(args.against)
+        theirs, their_config = other(args.against)
         values = asdict(cases[0].model.config) | dict(vocab_size=config.padded_vocab_size, bias=True,
                                                       block_size=max([512, *args.train]))
-        config = theirs.GPTConfig(**{f.name: values[f.name] for f in fields(theirs.GPTConfig) if f.name in values})
-        model = theirs.GPT(config)
+        model = theirs(their_config(**{f.name: values[f.name] for f in fields(their_config) if f.name in values}))
         if hasattr(model, "lm_head"):  # nanoGPT ties it to the embedding: untied, as here, to be of one size
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         cases.append(Case("/".join(os.path.abspath(args.against).split("/")[-2:]), model, device))
@@ -86,10 +85,21 @@ def other(path):
     """Another nanoGPT-style model.py, with GPT and GPTConfig, whose own imports come from beside it."""
     if not os.path.isfile(path):
         raise UsageError(f"against={path}: no such file; give the path of a model.py with GPT and GPTConfig")
-    ours = {name: sys.modules.pop(name) for name in ("model", "attention", "positional")}
+    here = os.path.dirname(os.path.abspath(__file__))
+    ours = {name: module for name, module in sys.modules.items()
+            if os.path.dirname(getattr(module, "__file__", None) or "") == here and name != "__main__"}
+    for name in ours:
+        del sys.modules[name]
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     try:
-        return importlib.import_module(os.path.basename(path).removesuffix(".py"))
+        loader = importlib.machinery.SourceFileLoader("against", path)
+        module = importlib.util.module_from_spec(importlib.util.spec_from_loader("against", loader))
+        sys.modules["against"] = module  # a dataclass looks itself up
+        loader.exec_module(module)
+        return module.GPT, module.GPTConfig
+    except Exception as error:  # whatever a file of somebody's can raise
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"against={path}: not a model.py with GPT and GPTConfig ({why})") from None
     finally:
         sys.path.pop(0)
         sys.modules.update(ours)
@@ -222,8 +232,7 @@ def scaling(rows, path):
 
 @program
 def main(argv=None):
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
 
     def lengths(text):
@@ -242,7 +251,7 @@ def main(argv=None):
     add("--warmup", type=integer(0), default=1, help="turns before, that do not (1)")
     add("--profile", action="store_true", help="say where the time of one turn goes instead")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(auto)")
-    add("--threads", type=integer(1), help="of the CPU (default: one a core)")
+    add("--threads", type=integer(1, 4096), help="of the CPU (default: one a core)")
     add("--cpu_time", action="store_true", help="seconds that the CPU gave us, for shared ones; with --threads=1")
     add("--json", help="write all numbers to this file")
     add("--plot", help="fit and draw time against the lengths of --eval (needs matplotlib)")
@@ -255,7 +264,11 @@ def main(argv=None):
         raise UsageError(f"against={args.against}: is timed in training only; leave --eval and --generate out")
     if args.plot and (len(set(args.eval)) < 3 or "," in args.dtype):
         raise UsageError(f"plot={args.plot}: needs --eval with three lengths or more, and one --dtype")
+    if not args.train + args.eval + args.generate:
+        raise UsageError("train=: then give lengths to --eval or --generate")
     device = own.device_of("cpu" if args.device == "auto" and not torch.cuda.is_available() else args.device)
+    if args.compile:
+        own.check_compiler(device)
     torch.set_num_threads(args.threads or torch.get_num_threads())
     cases, rows = build(args, device), []
     where = f"{device_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"

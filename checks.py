@@ -13,9 +13,20 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used."""
 
 
-# Bare RuntimeErrors of PyTorch: memory ran out, on whatever device; another rank has died, or cannot be reached.
-BREAKDOWN = re.compile("(allocate|enough|out of) memory|(closed|reset) by peer|Broken pipe|remote process exited|"
-                       "failed to listen")
+# Bare RuntimeErrors of PyTorch: memory ran out, on whatever device, or would; another rank has died, or cannot be reached;
+# logits to sample from are not finite.
+BREAKDOWN = re.compile("(allocate|enough|out of) memory|calculation overflowed|(closed|reset) by peer|Broken pipe|"
+                       "remote process exited|failed to listen|probability tensor")
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a command line. What it cannot read is refused in one line, as all else is."""
+    def __init__(self, about, **options):
+        super().__init__(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                         **options)
+
+    def error(self, message):
+        raise UsageError(f"{message}; see --help")
 
 
 def program(main):
@@ -32,11 +43,13 @@ def program(main):
             for word in sys.argv[1:] if argv is None else argv:
                 if re.fullmatch("--[^=]+=--", word):      # argparse would make it an empty list
                     raise UsageError(f"{word}: give another value")
-            return main(argv) or 0
+            try:
+                return main(argv) or 0
+            finally:
+                flush()                                   # here, as Python itself would do it too late to say why not
         except KeyboardInterrupt:
             status, why = 130, "interrupted"
         except BrokenPipeError:                           # who reads our output, such as head, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
         except (UsageError, DataError, CheckpointError, OSError, BrokenExecutor) as error:
             status, why = 2, error
@@ -44,9 +57,20 @@ def program(main):
             if isinstance(error, RuntimeError) and not BREAKDOWN.search(str(error)):
                 raise
             status, why = 1, error
-        print(f"{os.path.basename(main.__code__.co_filename)}: error:", *str(why).split(), file=sys.stderr)
+        said = str(why) or type(why).__name__
+        print(f"{os.path.basename(main.__code__.co_filename)}: error:", *said.split(), file=sys.stderr)
         return status
     return run
+
+
+def flush():
+    """Write out what was printed. What cannot be written is given up, so that the error is raised once only."""
+    try:
+        if sys.stdout:                                    # None if it was closed from the start
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 @contextmanager
@@ -80,6 +104,8 @@ def picture(path, rows, columns, **options):
     for axis in drawing.axes:
         axis.grid(alpha=0.2)
     yield axes
+    for text in [text for axis in drawing.axes if axis.get_legend() for text in axis.get_legend().get_texts()]:
+        text.set_parse_math(False)                        # a name may have a dollar
     with whole(path, "wb") as file:
         drawing.savefig(file, dpi=110, format=path[-3:])
 
@@ -90,9 +116,14 @@ def check_outputs(args):
         if path := getattr(args, name):
             if not os.path.isdir(folder := os.path.dirname(path) or "."):
                 raise UsageError(f"{name}={path}: there is no directory {folder}; make it first")
-            if (not path.endswith(kinds) or os.path.isdir(path)
+            if (not path.endswith(kinds) or path.endswith("meta.json") or os.path.isdir(path)
                     or os.path.realpath(path) in map(os.path.realpath, args.inputs)):
                 raise UsageError(f"{name}={path}: name a file that ends in {' or '.join(kinds)} and is not read from")
+            try:
+                with open(f"{path}.tmp", "w"):
+                    os.remove(f"{path}.tmp")
+            except OSError as error:
+                raise UsageError(f"{name}={path}: cannot be written ({error.strerror}); choose another place") from None
 
 
 def number(low, high=math.inf, kind=float):

@@ -10,14 +10,14 @@ the added context helps (above all the early tokens of a training window, which 
 targets in the second half of every training-length block: they had at least half a block of context at the shortest.
 Long windows span many documents.
 """
-import argparse, json, math, sys, time
+import json, math, sys, time
 from functools import partial
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from checks import UsageError, check_outputs, count, integer, integers, picture, program, read_json, real, write_json
+from checks import Parser, UsageError, check_outputs, count, integer, integers, picture, program, read_json, real, write_json
 from model import GPT, autocast_for, device_of
 from positional import ConstantRotation
 from prepare_data import TokenShards
@@ -89,8 +89,8 @@ def standard_error(values, least=2):
 
 def summarize(losses, lengths, block_size):
     """Rows of the report from losses {length: (N,) float64}: perplexities and ratios, of all targets and of late ones.
-    The error of a ratio is of differences paired token by token. Neighbours are not independent, so one observation is
-    all tokens of a longest window; with under 8 of these it is None."""
+    The error of a ratio (d exp(x) = exp(x) dx) is of differences paired token by token. Neighbours are not independent,
+    so one observation is all tokens of a longest window; with under 8 of these it is None."""
     base, longest, rows = losses[block_size], max(lengths), []
     late = np.arange(len(base)) % block_size >= block_size // 2
     for length in lengths:
@@ -103,7 +103,7 @@ def summarize(losses, lengths, block_size):
             error = standard_error(paired.reshape(-1, longest).sum(1) / keep.reshape(-1, longest).sum(1), least=8)
             row |= {f"{kind}targets": int(keep.sum()), f"{kind}loss": float(losses[length][keep].mean()),
                     f"{kind}perplexity": here, f"{kind}ratio": ratio,
-                    f"{kind}ratio_error": None if error is None else ratio * error}  # d exp(x) = exp(x) dx
+                    f"{kind}ratio_error": None if error is None or ratio == math.inf else ratio * error}
         rows.append(row)
     return rows
 
@@ -251,7 +251,7 @@ def average_rows(rows):
 def row_names(results):
     """Labels; where two are the same, told apart by what differs."""
     names = [r["label"] for r in results]
-    for more in ("block_size", "seed", "step", "parameters", "checkpoint"):
+    for more in ("block_size", "seed", "step", "parameters", "checkpoint", "dtype", "data"):
         values = {name: {r.get(more) for n, r in zip(names, results) if n == name} for name in names}
         names = [f"{n} {more} {r[more]}" if len(values[n]) > 1 else n for n, r in zip(names, results)]
     return names
@@ -352,7 +352,7 @@ def read_results(path):
             if len(r["by_position"]["first_position"]) != len(r["by_position"]["loss"]):
                 raise ValueError("by_position has more positions than losses, or fewer")
             for row in (*r["lengths"], *r["recall"], r["by_position"]):  # null: diverged (but for errors: too few)
-                row.update({key: math.inf for key, value in row.items() if value is None and "error" not in key})
+                row.update({key: math.inf for key, value in row.items() if value is None and not key.endswith("_error")})
             r["by_position"]["loss"] = [math.inf if loss is None else loss for loss in r["by_position"]["loss"]]
         return results
     except (OSError, ValueError) as error:
@@ -361,8 +361,7 @@ def read_results(path):
 
 @program
 def main(argv=None):
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("inputs", nargs="+", metavar="CKPT", help="checkpoints of train.py, or .json files of earlier results")
     add("--lengths", type=integers(1), help="e.g. 512,1024,2048 (default: the training length times 1, 2, 4 ... 128)")
@@ -381,6 +380,10 @@ def main(argv=None):
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="bfloat16: autocast (auto: on CUDA only)")
     args = parser.parse_args(argv)
     check_outputs(args)
+    if all(path.endswith(".json") for path in args.inputs):
+        for name in ("lengths", "tokens", "data", "ntk", "window", "logn", "recall", "gaps"):
+            if getattr(args, name):
+                raise UsageError(f"{name}: is for checkpoints, and results are given alone; leave --{name} out")
     results = []
     for path in args.inputs:
         results += read_results(path) if path.endswith(".json") else [evaluate(path, args)]

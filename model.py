@@ -4,7 +4,7 @@ There is no maximum length: block_size is the *training* length, and any other c
 
     python model.py out/demo-accrot_qkv/ckpt.pt --prompt="def main("
 """
-import argparse, math, pickle, re, struct, sys, time, zipfile, zlib
+import math, os, pickle, re, shutil, struct, sys, time, zipfile, zlib
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 from functools import partial
@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attention import Attention, Cache, precise
-from checks import CheckpointError, UsageError, count, integer, misfit, number, program
+from checks import CheckpointError, Parser, UsageError, count, integer, misfit, number, program
 from positional import check_position, make_position
 from prepare_data import get_tokenizer
 
@@ -229,6 +229,12 @@ def device_of(wanted="auto"):
     return torch.device(kind)
 
 
+def check_compiler(device):
+    """UsageError where torch.compile would find no compiler."""
+    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        raise UsageError("compile=true: torch.compile needs a C++ compiler on CPU; install g++ or leave it out")
+
+
 def autocast_for(device, dtype):
     """A function that makes the context to compute in: bfloat16 autocast, for auto on CUDA only, or float32."""
     low = dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
@@ -281,7 +287,7 @@ CHECKPOINT = {"config": {field.name: object for field in fields(GPTConfig)}, "mo
 
 @program
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
+    parser = Parser("Sample text from a checkpoint.")
     parser.add_argument("checkpoint", help="a ckpt.pt written by train.py")
     parser.add_argument("--prompt", default="\n", help="text to continue")
     parser.add_argument("--tokens", type=integer(1, 10 ** 6), default=200, help="how many to sample (200)")

@@ -9,14 +9,14 @@ A shard is 256 little-endian int32 (magic, version, number of tokens, zeros) and
 modded-nanogpt. Each document ends with one end-of-text id; the next follows at once, even into the next shard.
 meta.json says what the tokens are. It is written last, so a directory without it is unfinished.
 """
-import argparse, collections, functools, hashlib, json, multiprocessing, os, re, shutil, signal, sys, threading, time
+import collections, functools, hashlib, json, multiprocessing, os, re, shutil, signal, sys, threading, time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from checks import DataError, count, integer, number, program, read_json, whole, write_json
+from checks import DataError, Parser, count, integer, number, program, read_json, whole, write_json
 
 HEADER = 256                                              # int32 words before the first token
 FORMATS = {"<u2": (20240520, 1), "<u4": (20240801, 7)}    # token type: (magic, version); both are llm.c's
@@ -24,7 +24,7 @@ SPLITS = ("train", "val")
 SPLIT_RULE = "val if BLAKE2b-64 of the document's UTF-8 text, as a big-endian fraction of 2^64, is below val_fraction"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 TOKENIZERS = ("gpt2", "bytes")
-SHARD = re.compile(r"(train|val)_\d{6}\.bin")             # no other name is read, so none outside the directory
+SHARD = re.compile(r"(train|val)_\d{6,}\.bin")             # no other name is read, so none outside the directory
 META = {"tokenizer": str, "vocab_size": count, "eot": count, "source": str, "arguments": dict,  # what meta.json says
         "documents": dict.fromkeys(SPLITS, count), "tokens": dict.fromkeys(SPLITS, count),
         "shards": dict.fromkeys(SPLITS, [{"file": lambda name: isinstance(name, str) and SHARD.fullmatch(name),
@@ -183,6 +183,7 @@ def local_files(dataset):
             return None
         else:
             found = [given] if given.exists() else list(Path(given.anchor).glob(str(given.relative_to(given.anchor))))
+        found = [p for p in found if not p.is_dir()]      # as Spark's name.parquet/, whose files are found themselves
         if found and all(p.suffix in legal for p in found):
             return [(str(p), p.stat().st_size) for p in sorted(found)]
     raise DataError(f"--dataset={dataset}: no file, or one of another kind than {', '.join(SUFFIXES)}; legal are "
@@ -244,7 +245,7 @@ def read_file(name, path, size, column):
                 raws = batch[column].cast(pyarrow.large_binary()).to_pylist()    # bytes: a worker mends bad UTF-8
                 yield size * len(raws) / file.metadata.num_rows, list(enumerate(raws, start))
                 start += len(raws)
-        except (pyarrow.ArrowException, KeyError, OSError) as error:
+        except (pyarrow.ArrowException, KeyError, OSError, UnicodeError) as error:
             raise DataError(f"{name}: no text in column {column!r} ({error}); --text_column can be {columns}") from None
     else:
         yield size, [(1, Path(path).read_bytes())]
@@ -276,10 +277,10 @@ def sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def clear(out):
-    """Remove what a run has left. meta.json goes first: from then on the directory is unfinished."""
+def clear(out, suffix=""):
+    """Remove what a run has finished, or with suffix ".tmp" has not. meta.json goes first: without it all is unfinished."""
     for path in sorted(out.iterdir()):
-        if re.fullmatch(rf"(meta\.json|{SHARD.pattern})(\.tmp)?", path.name):
+        if re.fullmatch(rf"(meta\.json|{SHARD.pattern}){suffix}", path.name):
             path.unlink()
 
 
@@ -313,7 +314,7 @@ def prepare(args):
         old = read_meta(out)["arguments"]
         if changed := ", ".join(f"{k} was {old.get(k)}, is {v}" for k, v in arguments.items() if old.get(k) != v):
             raise DataError(f"{out} holds data made otherwise ({changed}); give another --out, or add --overwrite")
-        print(f"{out} is finished already, with these very arguments (--overwrite would make it anew)")
+        print(f"{out} is finished already, with these very arguments and as many bytes (--overwrite makes it anew)")
         return
 
     tokenizer, counts, written = get_tokenizer(args.tokenizer), collections.Counter(), dict.fromkeys(SPLITS, 0)
@@ -329,7 +330,11 @@ def prepare(args):
     dtype = "<u2" if tokenizer.n_vocab <= 1 << 16 else "<u4"
     encode = functools.partial(encode_batch, args, dtype, tokenizer.eot_token)
     out.mkdir(parents=True, exist_ok=True)
-    clear(out)
+    meta_path, begun = out / "meta.json", out / "meta.json.tmp"   # the latter from now on, until it becomes the former
+    if not (meta_path.exists() or begun.exists() or args.overwrite) and any(SHARD.fullmatch(p.name) for p in out.iterdir()):
+        raise DataError(f"{out} holds shards that no run of this program left; give another --out, or add --overwrite")
+    clear(out, ".tmp")
+    begun.touch()
     try:
         with tqdm(total=None if args.limit_docs else total, unit="B", unit_scale=True, disable=None) as progress:
             batches = read_batches(files, fetch, args.text_column, args.limit_docs, progress)
@@ -340,6 +345,7 @@ def prepare(args):
         if not any(written.values()):
             raise DataError(f"--dataset={args.dataset}: no document is left to write ({dict(counts)}); "
                             f"--min_doc_tokens={args.min_doc_tokens} may be too many")
+        clear(out)                                        # what --overwrite replaces, now that nothing is missing
         shards = {split: [] for split in SPLITS}
         starts = [(split, i) for split, n in written.items() for i in range(0, n, args.shard_tokens)]
         for split, i in tqdm(starts, desc="checksums", unit="shard", disable=None, leave=False):
@@ -349,9 +355,11 @@ def prepare(args):
                     split_rule=SPLIT_RULE, documents={split: counts[split] for split in SPLITS}, tokens=written,
                     handled={k: counts[k] for k in ("read", "empty_dropped", "short_dropped", "mended", "run_cut")},
                     shards=shards, arguments=arguments)
-        write_json(out / "meta.json", meta)
+        write_json(meta_path, meta)
     except BaseException:
-        clear(out)
+        clear(out, ".tmp")
+        if not meta_path.exists():
+            clear(out)
         raise
     seconds, n_tokens = time.perf_counter() - started, sum(written.values())
     for split in SPLITS:
@@ -374,8 +382,7 @@ def verify(args):
 
 @program
 def main(argv=None):
-    parser = argparse.ArgumentParser(usage="python prepare_data.py [--key=value ...]", allow_abbrev=False,
-                                     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, usage="python prepare_data.py [--key=value ...]")
     add = parser.add_argument
     add("--dataset", default="Skylion007/openwebtext", help="hub id (default %(default)s); path, quoted glob or "
         "directory of *.txt (a document each), *.jsonl or *.parquet; or stdlib, the source of Python's own library")

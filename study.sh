@@ -89,12 +89,13 @@ trained() {  # out steps flags...: train to the end, or go on to it; a run that 
     grep -q "\"step\": $2, \"val\"" "$1/log.jsonl" || { echo "study.sh: $1 is not finished; run it again" >&2; exit 1; }
 }
 
+flags_of() { awk -F' *[|] *' -v g="$1" -v n="$2" '$1 == g && $2 == n {print $4 "|" $5}' <<< "$ROWS"; }
+
 row() {  # group name seed: train, evaluate, keep
     local group=$1 name=$2 seed=$3 flags tricks
     local kept=$KEEP/$group/$name-$seed out=out/study/$group-$name-$seed
     [ -f "$kept.json" ] && return
-    IFS='|' read -r flags tricks < <(awk -F' *[|] *' -v g="$group" -v n="$name" '$1 == g && $2 == n {print $4 "|" $5}' <<< "$ROWS") || true
-    [ -n "$flags" ] || { echo "study.sh: no row '$group $name'" >&2; exit 2; }
+    IFS='|' read -r flags tricks < <(flags_of "$group" "$name")
     mkdir -p "$out" "$KEEP/$group" "$KEEP/long" "$KEEP/theory"
     local steps=1200
     [[ $flags =~ .*--max_steps=([0-9]+) ]] && steps=${BASH_REMATCH[1]}  # the last
@@ -170,7 +171,10 @@ PYTHON
     $RUN prepare_data.py --dataset=data/letters.jsonl --val_fraction=0.5 --tokenizer=bytes --out=data/letters
 }
 
-if [ $# = 3 ]; then prepare; row "$@"; exit; fi
+if [ $# = 3 ]; then
+    [ -n "$(flags_of "$1" "$2")" ] || { echo "study.sh: no row '$1 $2'" >&2; exit 2; }
+    prepare; row "$@"; exit
+fi
 [ $# = 0 ] || { echo "usage: ./study.sh [GROUP NAME SEED]" >&2; exit 2; }
 prepare
 todo=$(for seed in $SEEDS; do for group in $PARTS; do

@@ -1193,6 +1193,24 @@ def group_exists(process_group):
     return True
 
 
+def test_data_that_stands_in_a_directory_is_not_lost(tmp_path):
+    good = [f"--dataset={jsonl(tmp_path / 'a.jsonl', some_texts(60))}", "--tokenizer=bytes", "--val_fraction=0.2"]
+    prepare(*good, f"--out={tmp_path}/out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    for wrong in ("--text_column=txet", "--min_doc_tokens=1e6"):
+        assert prepare_data.main([*good, wrong, "--overwrite", f"--out={tmp_path}/out"]) == 2
+        assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    prepare(*good, "--min_doc_tokens=2", "--overwrite", f"--out={tmp_path}/out")
+    assert TokenShards(tmp_path / "out", "train").meta["arguments"]["min_doc_tokens"] == 2
+    foreign = tmp_path / "foreign/train_000000.bin"       # llm.c's, perhaps
+    foreign.parent.mkdir()
+    foreign.write_bytes(b"mine")
+    assert prepare_data.main([*good, f"--out={foreign.parent}"]) == 2 and os.listdir(foreign.parent) == [foreign.name]
+    prepare(*good, f"--out={foreign.parent}", "--overwrite")
+    assert len(TokenShards(foreign.parent, "train"))
+    assert prepare_data.SHARD.fullmatch("val_1000000.bin")  # the millionth and after
+
+
 @pytest.mark.parametrize("num_proc", [1, 2])
 def test_data_killed_run_looks_unfinished_and_can_be_repeated(tmp_path, num_proc):
     text = "\n".join(some_texts(60))
@@ -1924,6 +1942,16 @@ def test_a_huge_learning_rate_ends_by_itself(corpus, tmp_path, capsys):
     assert "loss" in capsys.readouterr().err and os.listdir(tmp_path / "out") == ["log.jsonl"]
 
 
+def test_a_run_does_not_delete_what_it_starts_from_nor_hides_what_it_makes(corpus, tmp_path, monkeypatch):
+    assert run_train(corpus, tmp_path / "out", "--max_steps=0", "--pos=rope") == 0
+    source = f"--init_from={tmp_path}/out/ckpt.pt"
+    assert run_train(corpus, tmp_path / "out", source, "--pos=accrot_qk", "--overwrite") == 2
+    assert load(tmp_path / "out")["step"] == 0
+    assert run_train(corpus, os.fsdecode(f"{tmp_path}/caf".encode() + b"\xe9"), "--max_steps=0") == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")                 # some schedulers do, without torchrun's RANK
+    assert train.Ranks("cpu").size == 1
+
+
 def test_an_output_directory_is_not_overwritten(corpus, tmp_path, capsys):
     assert run_train(corpus, tmp_path / "out", "--max_steps=2") == 0
     before = (tmp_path / "out/ckpt.pt").read_bytes()
@@ -2185,6 +2213,26 @@ def trained(corpus, tmp_path_factory):
     for pos in ("rope", "accrot_qkv"):
         assert run_train(corpus, out / pos, f"--pos={pos}", "--max_steps=30") == 0
     return {pos: str(out / pos / "ckpt.pt") for pos in ("rope", "accrot_qkv")}
+
+
+def test_evaluation_refuses_what_would_be_ignored_or_lost(trained, tmp_path, capsys):
+    kept, more = f"{tmp_path}/r.json", f"{tmp_path}/{'x' * 300}.json"
+    assert eval_length.main([trained["rope"], f"--json={more}"]) == 2 and "File name too long" in capsys.readouterr().err
+    assert eval_length.main([trained["rope"], f"--json={tmp_path}/meta.json"]) == 2
+    assert eval_length.main([trained["rope"], "--lengths=32,64", "--tokens=256", f"--json={kept}"]) == 0
+    for flag in ("--lengths=32", "--window=9", "--logn", "--recall=2", "--data=x"):
+        assert eval_length.main([kept, flag]) == 2 and f"leave {flag.split('=')[0]} out" in capsys.readouterr().err
+    assert eval_length.main([trained["rope"], "--logn", "--window=9"]) == 2
+    results = json.loads(Path(kept).read_text())
+    other = json.loads(Path(kept).read_text())
+    other[0] |= {"data": "of another kind", "label": "rope"}
+    Path(more := f"{tmp_path}/m.json").write_text(json.dumps(other))
+    assert eval_length.main([kept, more]) == 0
+    assert "rope data of another kind " in capsys.readouterr().out
+    other[0]["label"] = "$\\frac$"
+    Path(more).write_text(json.dumps(results + other))
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    assert eval_length.main([more, f"--plot={tmp_path}/p.svg"]) == 0 and "<svg" in (tmp_path / "p.svg").read_text()
 
 
 def test_evaluation_from_the_command_line(trained, tmp_path, capsys):
@@ -2617,11 +2665,15 @@ def test_a_full_cache_refuses():
 
 
 def test_a_program_says_nothing_to_a_reader_that_has_gone_and_runs_without_output(tmp_path):
-    command = [sys.executable, str(HERE / "eval_length.py"), str(HERE / "results/demo.json")]
-    done = subprocess.run(f"{shlex.join(command)} | true; exit ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash",
-                          capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode in (0, 141) and not done.stderr
-    done = subprocess.run(f"{shlex.join(command)} >&-", shell=True, capture_output=True, text=True, cwd=tmp_path)
+    for program, *words in (("eval_length.py", str(HERE / "results/demo.json")), ("prepare_data.py", "--help")):
+        command = shlex.join(["env", "-u", "PYTHONUNBUFFERED", sys.executable, str(HERE / program), *words])
+        done = subprocess.run(f"{command} | true; exit ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash",
+                              capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode in (0, 141) and not done.stderr
+        if os.path.exists("/dev/full"):
+            done = subprocess.run(f"{command} > /dev/full", shell=True, capture_output=True, text=True, cwd=tmp_path)
+            assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "No space left" in done.stderr
+    done = subprocess.run(f"{command} >&-", shell=True, capture_output=True, text=True, cwd=tmp_path)
     assert "Traceback" not in done.stderr and "reconfigure" not in done.stderr
 
 
@@ -2698,7 +2750,11 @@ def test_theory_sets_ratios_beside_mixing_windows(trained, tmp_path, capsys):
     Path(kept).write_text(json.dumps([rope, accrot]))
     found = [r["lengths"][-1]["ratio"] for r in json.loads(Path(ratios).read_text())]
     capsys.readouterr()
-    assert theory.main([kept, "--ratios", ratios, f"{tmp_path}/w.json", f"--plot={path}"]) == 0   # of the plain one
+    apart, more = json.loads(Path(ratios).read_text()), f"{tmp_path}/more.json"     # another length, and another text
+    for r in apart:
+        r["lengths"], r["data"] = r["lengths"][:1], "elsewhere" if r is apart[1] else r["data"]
+    Path(more).write_text(json.dumps(apart))
+    assert theory.main([kept, "--ratios", ratios, f"{tmp_path}/w.json", more, f"--plot={path}"]) == 0   # of the plain one
     *_, first, second = capsys.readouterr().out.strip().splitlines()[:-1]
     mixed = (np.array(accrot["coherence"])[:, :, :6].min(2) <= 0.1).sum(-1).mean()                    # distances up to 32
     mass = [[f"{np.mean(r['lengths'][-1][name]):.3f}" for name in theory.MEASURED[:3]] for r in (rope, accrot)]
@@ -2706,6 +2762,7 @@ def test_theory_sets_ratios_beside_mixing_windows(trained, tmp_path, capsys):
     assert second.split() == ["accrot_qkv", "256", *mass[1], f"{found[1]:.3f}", "12.8", "32", "2.5", f"{mixed:.1f}", "of", "8"]
     drawn = Path(path).read_text()
     assert "<svg" in drawn and theory.main(["--ratios", ratios]) == 2 and theory.main([kept, "--ratios", kept]) == 2
+    assert theory.main([kept, f"--plot={path}"]) == 2                                                 # there is no ratio
 
 
 @pytest.mark.parametrize("flags, word", [
@@ -2774,11 +2831,32 @@ def test_bench_from_the_command_line(small_product, tmp_path, capsys):
     assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_bench_shares_weights_and_times_another_model(small_product, capsys):
+def test_bench_shares_weights_and_times_another_model(small_product, tmp_path, capsys):
     args = ["--pos=rope,accrot_qk", "--train=16", "--dtype=float32"]
     assert bench.main([*BENCH, *args, f"--against={HERE / 'model.py'}"]) == 0
     assert f"{HERE.name}/model.py  " in capsys.readouterr().out
     assert sys.modules["model"].GPT is GPT and sys.modules["attention"] is attention
+    (tmp_path / "checks.py").write_text("width = 7")  # of the same names as files of ours
+    (tmp_path / "train.py").write_text("""
+import torch
+from dataclasses import dataclass
+from checks import width
+@dataclass
+class GPTConfig:
+    vocab_size: int = 9
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.table = torch.nn.Embedding(config.vocab_size, width)
+    def forward(self, idx, targets):
+        return None, self.table(idx).square().mean()
+""")
+    capsys.readouterr()
+    assert bench.main([*BENCH, *args, f"--against={tmp_path}/train.py"]) == 0
+    assert capsys.readouterr().out.split()[-1] == str(7 * 128) and sys.modules["checks"] is checks
+    for wrong in ("import nothing_of_this_name", "GPT = 1", "def"):
+        (tmp_path / "my model").write_text(wrong)
+        assert bench.main([*BENCH, *args, f"--against={tmp_path}/my model"]) == 2
     first = bench.Case("a", GPT(config_of(pos="rope")), torch.device("cpu"))
     second = bench.Case("b", GPT(config_of(pos="accrot_qk")), torch.device("cpu"), first)
     shared = {id(p) for p in first.model.parameters()}
@@ -2831,9 +2909,15 @@ def ending(main, argv, capsys):
         status = main([str(a) for a in argv])
     except SystemExit as stop:
         status = stop.code
-    said = [line for line in capsys.readouterr().err.splitlines() if not re.match("usage: |  +", line)]
+    said = capsys.readouterr().err.splitlines()
     assert status == 0 or status in (1, 2) and len(said) == 1, (status, said)
     return status, " ".join(said)
+
+
+def test_sampling_from_logits_that_are_not_finite_ends_in_one_line(tmp_path, capsys):
+    model = tiny(pos="rope", vocab_size=257)
+    model.head.weight.data.fill_(math.nan)
+    assert ending(model_cli, [write_checkpoint(tmp_path / "ckpt.pt", model), "--tokens=2"], capsys)[0] == 1
 
 
 FORKS = """

@@ -9,12 +9,13 @@ text. (2) A washed-out score is small, so far keys are alike. (3) But many alike
 tokens tends to 1, and only a bias, a window or growing logits hold it. (4) Then it matters what the far values add up
 to: without a route their common part arrives whole, with one it partly cancels. (5) All of it on a checkpoint.
 """
-import argparse, math, sys
+import math, sys
 
 import numpy as np
 import torch
 
-from checks import UsageError, check_outputs, count, integer, integers, misfit, picture, program, read_json, real, write_json
+from checks import (Parser, UsageError, check_outputs, count, integer, integers, misfit, picture, program, read_json, real,
+                    write_json)
 from eval_length import MULTIPLES, held_out, label_of, layout, read_results, row_names, standard_error
 from model import GPT
 
@@ -356,20 +357,20 @@ def rounded(x):
 
 
 def report(results, evaluated):
-    """Tables of what was measured; `evaluated` has eval_length.py's result by checkpoint and label, for the ratio. Returns
-    (label, (training length in windows, ratio), training length) where all is known and only mixing holds far mass."""
+    """Tables of what was measured, and the ratio, where it is among eval_length.py's results `evaluated`. Returns (label,
+    (training length in windows, ratio), training length) where all is known and only mixing holds far mass."""
     names, routes, points = row_names(results), [], []
     for name, r in zip(names, results):
         route, last = np.array(r["coherence"]), r["lengths"][-1]                    # (n_layer, H, distances, planes)
         mixed = (route[:, :, np.array(r["distances"]) <= r["block_size"]].min(2) <= EPS).sum(-1)
         n, L, longest = r["window"], r["block_size"], last["length"]
-        other = evaluated.get((r["checkpoint"], r["label"]), {"lengths": []})       # the label tells tricks apart
-        ratio = {row["length"]: row["ratio"] for row in other["lengths"]}.get(longest)
+        same = [other for other in evaluated if all(other[key] == r[key] for key in ("checkpoint", "label", "data"))]
+        ratio = {row["length"]: row["ratio"] for other in same for row in other["lengths"]}.get(longest)
         reach = ("-", L, "-") if n is None else (f"{n:.1f}", L, f"{L / n:.1f}")
         routes.append([name, longest, *(f"{np.mean(last[key]):.3f}" for key in MEASURED[:3]),
                        f"{ratio:.3f}" if ratio else "-", *reach, f"{mixed.mean():.1f} of {route.shape[-1]}"])
         if n and ratio and math.isfinite(ratio) and "+" not in r["label"]:
-            points.append((r["label"] + ", from RoPE" * bool(other["train"]["init_from"]), (L / n, ratio), L))
+            points.append((r["label"] + ", from RoPE" * bool(same[0]["train"]["init_from"]), (L / n, ratio), L))
         rows = [[f"at {x['length']}", *(f"{np.mean(x[key]):.3g}" for key in MEASURED), ""] for x in r["lengths"]]
         rows += [[f"layer {i} head {h}", *(f"{last[key][i][h]:.3g}" for key in MEASURED), n]
                  for (i, h), n in np.ndenumerate(mixed)]
@@ -410,8 +411,7 @@ def draw(points, path):
 
 @program
 def main(argv=None):
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--plot", help="picture of parts 1 to 4 (theory.png), or of ratios; needs matplotlib")
     parser.add_argument("--ckpt", nargs="+", action="extend", default=[], help="measure these instead: part 5")
     parser.add_argument("more", nargs="*", metavar="CKPT", help="more of them, or .json files that --json wrote")
@@ -427,7 +427,9 @@ def main(argv=None):
     if unused := not measured and [name for name in ("data", "lengths", "json", "ratios") if getattr(args, name)]:
         raise UsageError(f"{unused[0]}={getattr(args, unused[0])}: is for checkpoints; add --ckpt=CKPT")
     if measured:
-        evaluated = {(r["checkpoint"], r["label"]): r for path in args.ratios for r in read_results(path)}
+        if args.plot and not args.ratios:
+            raise UsageError(f"plot={args.plot}: of checkpoints, draws the --ratios against mixing windows; give these too")
+        evaluated = [r for path in args.ratios for r in read_results(path)]
         results = sum((read_measured(path) if path.endswith(".json") else [measure(path, args)] for path in measured), [])
         points = report(results, evaluated)
         if args.json:

@@ -6,7 +6,7 @@
 Every batch is a pure function of (seed, step, index in the batch), and dropout is reseeded at every pass. So any number
 of ranks sees the same sequences, and a resumed run continues exactly. Output: OUT/ckpt.pt and OUT/log.jsonl.
 """
-import argparse, hashlib, json, math, os, platform, shutil, signal, subprocess, sys, time
+import argparse, hashlib, json, math, os, platform, re, signal, subprocess, sys, time
 from contextlib import suppress
 from dataclasses import asdict, fields
 
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from checks import CheckpointError, UsageError, integer, misfit, number, program, switch, whole
-from model import GPT, GPTConfig, autocast_for, device_of, is_weights, read_checkpoint
+from checks import CheckpointError, Parser, UsageError, integer, misfit, number, program, switch, whole
+from model import GPT, GPTConfig, autocast_for, check_compiler, device_of, is_weights, read_checkpoint
 from positional import check_upgrade, parse_position
 from prepare_data import TokenShards
 
@@ -69,8 +69,7 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 12
 
 def parse(argv):
     """The settings as a dict with every knob, and the set of those given on the command line."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     description=__doc__, argument_default=argparse.SUPPRESS)
+    parser = Parser(__doc__, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", choices=PRESETS, help="preset that the flags below change (paper)")
     for name, default, kind, text in KNOBS:
         optional = dict(nargs="?", const=True, metavar="true|false") if kind is switch else {}
@@ -92,6 +91,8 @@ def check(settings):
             raise UsageError(f"{name}={settings[name]}: use one of {', '.join(legal)}")
     if settings["eval_tokens"] < settings["block_size"]:
         raise UsageError(f"eval_tokens={settings['eval_tokens']}: give at least block_size={settings['block_size']}")
+    if re.search("[\ud800-\udfff]", settings["out"]):
+        raise UsageError(f"out={settings['out']!r}: not UTF-8, and torch.load could not find it again; choose another")
     if settings["resume"] and settings["overwrite"]:
         raise UsageError("resume and overwrite exclude each other: leave one out")
     if settings["batch_size"] * settings["block_size"] > 2 ** 31:
@@ -110,7 +111,8 @@ def model_config(settings, vocab_size):
 class Ranks:
     """The processes of one run: this one's rank, their number, the device, and sums over all."""
     def __init__(self, wanted):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        several = "RANK" in os.environ                    # what torchrun sets
+        self.rank, self.size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if several else (0, 1)
         self.device = device_of(wanted)
         if self.device.type == "mps" and self.size > 1:
             raise UsageError("device=mps: needs a single process; use --device=cpu")
@@ -120,7 +122,7 @@ class Ranks:
                 raise UsageError(f"device=cuda: rank {self.device.index} of this machine has no GPU, there are "
                                  f"{torch.cuda.device_count()}; use --device=cpu or a smaller --nproc_per_node")
             torch.cuda.set_device(self.device)
-        if "RANK" in os.environ:
+        if several:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
     def sum(self, values):
@@ -260,6 +262,8 @@ def train(settings, given, ranks):
     if not settings["resume"] and not settings["overwrite"] and any(map(os.path.exists, (path, log_path))):
         raise UsageError(f"out={settings['out']}: holds a run; go on with --resume, start over with --overwrite, or choose "
                          "another --out")
+    if settings["overwrite"] and settings["init_from"] and os.path.realpath(settings["init_from"]) == os.path.realpath(path):
+        raise UsageError(f"init_from={path}: would be overwritten; choose another --out")
     if settings["resume"] and os.path.exists(path):
         checkpoint = read_checkpoint(path)
         settings = resumed_settings(settings, given, checkpoint, path)
@@ -302,8 +306,7 @@ def train(settings, given, ranks):
         model.load_weights(source["model"], settings["init_from"], missing_ok=lambda name: ".position.steps." in name)
         del source  # which is mapped from its file
     if settings["compile"]:
-        if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-            raise UsageError("compile=true: torch.compile needs a C++ compiler on CPU; install g++ or leave it out")
+        check_compiler(device)
         model.compile(fullgraph=True, dynamic=False)
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
 
