@@ -1320,7 +1320,7 @@ def test_data_argument_types():
                          (number, ("nan", "inf", "2", "x")), (prepare_data.number(0), ("-1", "inf", "nan")),
                          (switch, ("2", "on", ""))):
         for text in texts:
-            with pytest.raises(prepare_data.argparse.ArgumentTypeError, match="is not|is none of"):
+            with pytest.raises(checks.argparse.ArgumentTypeError, match="is not|is none of"):
                 parse(text)
 
 
@@ -3330,7 +3330,7 @@ def test_names_with_unusual_letters_are_printed_everywhere(corpus, trained, fork
     """On a terminal that knows only ASCII (as the output of forks does), and with names that are no text."""
     odd = f"{tmp_path}/\udcff\xe9"
     for program, *argv in (["prepare_data", f"--dataset={Path(corpus).parent}/text.jsonl", "--tokenizer=bytes", f"--out={odd}"],
-                           ["train", *TINY, "--max_steps=1", f"--data={odd}", f"--out={odd}o"],
+                           ["train", *TINY, "--max_steps=1", f"--data={odd}", f"--out={tmp_path}/\xe9"],
                            ["eval_length", trained["rope"], "--lengths=16,32", "--tokens=1024", f"--json={odd}.json"],
                            ["model", trained["rope"], "--tokens=5", "--prompt=\xe9"]):
         assert forks.run((program, argv))[0][0] == 0
