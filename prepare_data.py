@@ -24,7 +24,7 @@ SPLITS = ("train", "val")
 SPLIT_RULE = "val if BLAKE2b-64 of the document's UTF-8 text, as a big-endian fraction of 2^64, is below val_fraction"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 TOKENIZERS = ("gpt2", "bytes")
-SHARD = re.compile(r"(train|val)_\d{6,}\.bin")             # no other name is read, so none outside the directory
+SHARD = re.compile(r"(train|val)_\d{6,}\.bin")            # no other name is read, so none outside the directory
 META = {"tokenizer": str, "vocab_size": count, "eot": count, "source": str, "arguments": dict,  # what meta.json says
         "documents": dict.fromkeys(SPLITS, count), "tokens": dict.fromkeys(SPLITS, count),
         "shards": dict.fromkeys(SPLITS, [{"file": lambda name: isinstance(name, str) and SHARD.fullmatch(name),
@@ -280,7 +280,7 @@ def sha256(path):
 def clear(out, suffix=""):
     """Remove what a run has finished, or with suffix ".tmp" has not. meta.json goes first: without it all is unfinished."""
     for path in sorted(out.iterdir()):
-        if re.fullmatch(rf"(meta\.json|{SHARD.pattern}){suffix}", path.name):
+        if re.fullmatch(rf"(meta\.json|{SHARD.pattern}){re.escape(suffix)}", path.name):
             path.unlink()
 
 

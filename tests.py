@@ -1950,6 +1950,9 @@ def test_a_run_does_not_delete_what_it_starts_from_nor_hides_what_it_makes(corpu
     assert run_train(corpus, os.fsdecode(f"{tmp_path}/caf".encode() + b"\xe9"), "--max_steps=0") == 2
     monkeypatch.setenv("WORLD_SIZE", "2")                 # some schedulers do, without torchrun's RANK
     assert train.Ranks("cpu").size == 1
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert run_train(corpus, tmp_path / "ranks", "--max_steps=0") == 2
 
 
 def test_an_output_directory_is_not_overwritten(corpus, tmp_path, capsys):

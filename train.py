@@ -111,7 +111,10 @@ def model_config(settings, vocab_size):
 class Ranks:
     """The processes of one run: this one's rank, their number, the device, and sums over all."""
     def __init__(self, wanted):
-        several = "RANK" in os.environ                    # what torchrun sets
+        several = "RANK" in os.environ
+        for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if several and name not in os.environ:
+                raise UsageError(f"RANK={os.environ['RANK']} is set and {name} is not; start several processes with torchrun")
         self.rank, self.size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if several else (0, 1)
         self.device = device_of(wanted)
         if self.device.type == "mps" and self.size > 1:
