@@ -1987,10 +1987,7 @@ def test_resume_refuses_other_data(corpus, tmp_path, capsys):
     ("--eval_tokens=16", "eval_tokens"), ("--angles=hiden", "angles"), ("--seed=-1", "seed"), ("extra", "extra")])
 @pytest.mark.parametrize("more", [[], ["--resume"]])
 def test_bad_flags_stop_before_data_is_read(flag, word, more, tmp_path, capsys):
-    try:
-        status = run_train("/nonexistent", tmp_path / "out", flag, *more)
-    except SystemExit as stop:
-        status = stop.code
+    status = run_train("/nonexistent", tmp_path / "out", flag, *more)
     message = capsys.readouterr().err
     assert status == 2 and word in message and "nonexistent" not in message
     assert not (tmp_path / "out").exists()
@@ -2281,10 +2278,7 @@ def test_tricks_at_evaluation(trained, tmp_path, capsys):
     (["--lengths=0"], "lengths"), (["--json=/nonexistent/r.json"], "json"), (["--length=32"], "--length"),
     (["--window=0"], "window"), (["--data=/nonexistent"], "nonexistent"), (["--device=mps"], "mps")])
 def test_impossible_evaluations_are_refused_by_name(trained, flags, word, capsys):
-    try:
-        status = eval_length.main([trained["rope"], *flags])
-    except SystemExit as stop:
-        status = stop.code
+    status = eval_length.main([trained["rope"], *flags])
     assert status == 2 and word in capsys.readouterr().err
 
 
@@ -2773,10 +2767,7 @@ def test_theory_sets_ratios_beside_mixing_windows(trained, tmp_path, capsys):
     (["--lengths=0"], "lengths"), (["--length=32"], "length"), (["--texts=0"], "texts"), (["--data=/nonexistent"], "nonexistent"),
     (["--json=/nonexistent/t.json"], "json"), (["--plot=/nonexistent/p.png"], "plot"), (["--plot=p.jpeg2"], "plot")])
 def test_theory_refuses_by_name(trained, flags, word, capsys):
-    try:
-        status = theory.main([f"--ckpt={trained['rope']}", *flags])
-    except SystemExit as stop:
-        status = stop.code
+    status = theory.main([f"--ckpt={trained['rope']}", *flags])
     message = capsys.readouterr().err
     assert status == 2 and word in message.splitlines()[-1]
 

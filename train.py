@@ -270,7 +270,8 @@ def train(settings, given, ranks):
     if settings["resume"] and os.path.exists(path):
         checkpoint = read_checkpoint(path)
         settings = resumed_settings(settings, given, checkpoint, path)
-    check(settings)
+    if settings["resume"]:  # else parse has done it
+        check(settings)
     data, batch_size, block_size, grad_accum = map(settings.get, ("data", "batch_size", "block_size", "grad_accum"))
     shards, held_out = TokenShards(data, "train"), TokenShards(data, "val")
     for split, row in (("train", shards), ("val", held_out)):
