@@ -30,6 +30,7 @@ main    | fox               | 3 | --pos=fox                                     
 main    | accrot_qkv+fox    | 3 | --pos=accrot_qkv+fox                                  | --logn
 main    | accrot_qkv+fox+nope | 3 | --pos=accrot_qkv+fox+nope                           | --logn
 main    | accrot_qkv+fox+nope-cross | 3 | --pos=accrot_qkv+fox+nope --cross_batch=12  | --logn
+main    | accrot_qkv+fox+nope+conv | 3 | --pos=accrot_qkv+fox+nope+conv         | --logn
 main    | accrot_qkv+fox+nope+conv-cross | 3 | --pos=accrot_qkv+fox+nope+conv --cross_batch=12 | --logn
 main    | accrot_qk         | 3 | --pos=accrot_qk                                       | --logn
 main    | randrot_qk        | 3 | --pos=randrot_qk                                      | --logn
