@@ -60,6 +60,7 @@ heads   | randrot_qk-32     | 1 | --pos=randrot_qk --n_head=4                   
 heads   | randrot_qkv-32    | 1 | --pos=randrot_qkv --n_head=4                          |
 steps   | randrot_qk-2400   | 1 | --pos=randrot_qk --max_steps=2400                     |
 steps   | randrot_qkv-2400  | 1 | --pos=randrot_qkv --max_steps=2400                    |
+steps   | accrot_qk-2400    | 1 | --pos=accrot_qk --max_steps=2400                      |
 recall  | rope              | 1 | $RECALL --pos=rope                                    | --window=128
 recall  | accrot_qkv        | 1 | $RECALL --pos=accrot_qkv                              | --logn
 recall  | fox               | 1 | $RECALL --pos=fox                                     |
@@ -70,6 +71,7 @@ recall  | accrot_qkv+fox+nope-cross | 1 | $RECALL --pos=accrot_qkv+fox+nope --cr
 recall  | accrot_qkv+fox+nope+conv | 1 | $RECALL --pos=accrot_qkv+fox+nope+conv         | --logn
 recall  | accrot_qkv+fox+nope+conv-cross | 1 | $RECALL --pos=accrot_qkv+fox+nope+conv --cross_batch=8 | --logn
 recall  | accrot_qkv+fox+nope+conv-deep | 1 | $RECALL --n_layer=4 --max_steps=2000 --pos=accrot_qkv+fox+nope+conv --cross_batch=8 | --logn
+recall  | accrot_qkv+fox+nope+conv-alone-deep | 1 | $RECALL --n_layer=4 --max_steps=2000 --pos=accrot_qkv+fox+nope+conv | --logn
 recall  | rope+fox+nope+conv-cross | 1 | $RECALL --pos=rope+fox+nope+conv --cross_batch=8 | --logn
 recall  | rope+fox+nope     | 1 | $RECALL --pos=rope+fox+nope                           | --logn
 recall  | rope+fox          | 1 | $RECALL --pos=rope+fox                                |
