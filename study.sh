@@ -8,10 +8,11 @@
 # Rows of "recall" learn to copy random letters, and are asked how far back they can; those of "mixed" learn it beside the text.
 # A row ends as NAME-SEED.json (what eval_length.py found) and .log.jsonl (what train.py logged) in results/study/GROUP. What
 # it does on long documents alone is in results/study/long; how far its routes reach, in results/study/theory.
-# Needs the .venv of `make demo`; without a C++ compiler it runs uncompiled, a quarter slower.
+# Needs the .venv that `make .venv/base` makes; without a C++ compiler it runs uncompiled, a quarter slower.
 set -euo pipefail
 cd "$(dirname "$0")"
 RUN=.venv/bin/python CORES=${CORES:-$(nproc)} KEEP=results/study
+[ -x $RUN ] || { echo "study.sh: no $RUN; make it with: make .venv/base" >&2; exit 2; }
 export OMP_NUM_THREADS=1
 trap 'exit 130' INT TERM  # else what train.py saved when interrupted would be evaluated as if it were finished
 COMPILE=$(command -v g++ >/dev/null && echo --compile || true)
