@@ -30,13 +30,15 @@ class Frame:
     key_bias     c of the bias -(c_i - c_j): (1 or B, H, T) float64, or None
     query_scale  factor on the content part of each query's logits: (H or 1, T, 1), or None
     state        what decoding must remember of the tokens so far
-    together     sequences of the batch that are read as one text (training with --cross_batch)"""
+    together     sequences of the batch that are read as one text (training with --cross_batch)
+    floor        +floor: (H,), what of a bias remains at any distance, see floored_attention, or None"""
     qk: object
     v: object
     key_bias: torch.Tensor | None
     query_scale: torch.Tensor | None
     state: tuple
     together: int = 1
+    floor: torch.Tensor | None = None
 
     def enter(self, qkv):
         """Queries, keys and values (3, B, H, T, D), each moved into the common frame, what is routed alike in one go."""
@@ -93,7 +95,7 @@ class Attention(nn.Module):
             if cache is not None:
                 past[0][:, :, -k.size(2):] = k                # in the cache, of which past is a view
         else:
-            y = causal_attention(q, *past, self.window)
+            y = causal_attention(q, *past, self.window, frame.floor)
 
         y = frame.v.leave(y)                                  # move back, at each query
         if frame.together > 1:
@@ -257,11 +259,13 @@ class Path(Stay):
         self.w, self.beta = w, beta
 
 
-def causal_attention(q, k, v, key_bias=None, window=None):
+def causal_attention(q, k, v, key_bias=None, window=None, floor=None):
     """Softmax attention over j <= i. q: (B, H, T, D), the last T of S positions; k, v: (B, H, S, D); key_bias: c of the
     bias -(c_i - c_j), (1 or B, H, S), or None; window: None, or the number of keys a query sees, itself included.
 
     Memory is linear in S, but for a mask T x S where T < S: only in decoding, where T is 1 after the prompt."""
+    if floor is not None:
+        return floored_attention(q, k, v, key_bias, floor, window)
     T, S, D = q.size(2), k.size(2), q.size(3)
     if T < S:
         q = q.to(k.dtype)  # that of the cache
@@ -281,6 +285,24 @@ def causal_attention(q, k, v, key_bias=None, window=None):
             q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop],
             see(stop - start, stop - first, window, q.device), scale=D ** -0.5))
     return torch.cat(pieces, dim=2)[..., :D]
+
+
+def floored_attention(q, k, v, key_bias, floor, window=None, size=2 ** 22):
+    """causal_attention where the n keys that a query sees weigh e^score (e^-(c_i - c_j) + e^floor / n), floor: (H,).
+
+    The bias on a key ends at floor - ln n: content can lift a key at any distance, and where contents are alike all far ones
+    together weigh e^floor, however many. No coordinate of keys can say that, so logits are computed here, in float32, for as
+    many queries at a time as have `size` keys in all."""
+    T, S, D = q.size(2), k.size(2), q.size(3)
+    pieces, rows = [], max(1, size // S)
+    for start in range(S - T, S, rows):
+        stop, first = min(S, start + rows), 0 if window is None else max(0, start - window + 1)
+        seen = see(stop - start, stop - first, window, q.device)                          # (queries, keys)
+        bias = on_device(key_bias[..., None, first:stop] - key_bias[..., start:stop, None], q)
+        bias = torch.logaddexp(bias, precise(floor)[:, None, None] - seen.sum(-1, keepdim=True, dtype=bias.dtype).log())
+        logits = precise(q[:, :, start - S + T:stop - S + T]) @ precise(k[:, :, first:stop]).mT * D ** -0.5 + bias
+        pieces.append(logits.masked_fill(~seen, float("-inf")).softmax(-1).to(v.dtype) @ v[:, :, first:stop])
+    return torch.cat(pieces, dim=2)
 
 
 def append_bias(q, k, v, key_bias):

@@ -22,7 +22,7 @@ from prepare_data import get_tokenizer
 @dataclass
 class GPTConfig:
     """What a model is. Every field is checked on creation: UsageError names the option and what is legal."""
-    pos: str = "accrot_qkv"       # mechanism: a name of positional.POSITIONS, then any of +alibi +fox +logn +nope +conv
+    pos: str = "accrot_qkv"       # mechanism: a name of positional.POSITIONS, then any of +alibi +fox +logn +nope +conv +floor
     angles: str = "token"         # where accrot's angles come from: token, table or hidden
     value_route: str = "shared"   # values travel the queries' route, or one of their "own"
     block_size: int = 512         # tokens: the training length

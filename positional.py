@@ -215,12 +215,12 @@ def alibi_slopes(n_head):
 
 class Fox(nn.Module):
     """FoX (arXiv 2503.02130): b = -log sigmoid(gate), the gate linear in the normalised x; not divided by sqrt(d)."""
-    def __init__(self, config):
+    def __init__(self, config, longest=None):
         super().__init__()
         self.gate = nn.Linear(config.n_embd, config.n_head)
         nn.init.zeros_(self.gate.weight)
-        # Heads start by forgetting over 4 tokens ... block_size tokens. With a zero bias all would forget in 1.4.
-        memory = torch.logspace(math.log10(4), math.log10(max(4, config.block_size)), config.n_head)
+        # Heads start by forgetting over 4 ... `longest` (block_size) tokens. With a zero bias all would forget in 1.4.
+        memory = torch.logspace(math.log10(4), math.log10(max(4, longest or config.block_size)), config.n_head)
         self.gate.bias = nn.Parameter(-torch.log(torch.expm1(1 / memory)))  # sigmoid(bias) = exp(-1 / memory)
 
     def forward(self, x):
@@ -228,7 +228,7 @@ class Fox(nn.Module):
         return F.softplus(-gate.transpose(1, 2).contiguous())                                 # (B, H, T)
 
 
-# name: (kind of step, what is routed, the controls it brings). Any of CONTROLS may follow a name, +conv with +nope.
+# name: (kind of step, what is routed, the controls it brings). Any of CONTROLS may follow a name, FOR_OPEN with +nope.
 POSITIONS = {
     "nope":        (Steps, "", ()),
     "rope":        (ConstantRotation, "qk", ()),
@@ -246,7 +246,8 @@ POSITIONS = {
     "fox":         (Steps, "", ("fox",)),
 }
 DECAYS = {"alibi": Alibi, "fox": Fox}
-CONTROLS = (*DECAYS, "logn", "nope", "conv")
+FOR_OPEN = ("conv", "floor")
+CONTROLS = (*DECAYS, "logn", "nope", *FOR_OPEN)
 ANGLES = ("token", "table", "hidden")
 UPGRADES = {"rope": "accrot_qk", "rope_qkv": "accrot_qkv"}  # equal logits at birth: train.py --init_from
 
@@ -267,8 +268,9 @@ def parse_position(name):
         if suffix in (base, *controls):
             raise UsageError(f"pos={name}: {suffix} is given twice")
         controls += (suffix,)
-    if "conv" in controls and "nope" not in controls:
-        raise UsageError(f"pos={name}: +conv is for the layers that +nope opens; use a name like rope+nope+conv")
+    for suffix in FOR_OPEN:
+        if suffix in controls and "nope" not in controls:
+            raise UsageError(f"pos={name}: +{suffix} is for the layers that +nope opens; use a name like rope+nope+{suffix}")
     return kind, routed, controls
 
 
@@ -329,6 +331,12 @@ class Position(nn.Module):
             if self.open and "conv" in controls else None
         self.steps = kind(config, layer)
         self.decays = nn.ModuleList(DECAYS[name](config) for name in controls if name in DECAYS)
+        # +floor, there: FoX's gate after all, short at birth, that stops at a floor (attention.floored_attention), near and
+        # far of equal weight then. So near tokens are told from far ones, which neither drown them nor are out of reach.
+        self.floor = None
+        if self.open and "floor" in controls:
+            self.decays.append(Fox(config, longest=config.block_size // 8))
+            self.floor = nn.Parameter(-F.softplus(-self.decays[0].gate.bias.detach()).log())
         # Scalable softmax (arXiv 2501.19399): logits grow with ln n, so that n far tokens cannot outweigh a near one.
         self.logn = nn.Parameter(torch.full((config.n_head,), 1 / math.log(config.block_size + 1))) \
             if "logn" in controls else None
@@ -340,14 +348,16 @@ class Position(nn.Module):
             x = precise(x)
             length, last_step, last_bias = state or (0, None, None)
             qk, v, last_step = self.steps(x, embedding, idx, sequence, length, last_step)
-            key_bias = None
+            key_bias, together = None, self.cross_batch if self.training else 1
             if self.decays:
-                key_bias = prefix_sum(sum(decay(x) for decay in self.decays), last_bias, dim=-1)  # (1 or B, H, T)
+                bias = sum(decay(x) for decay in self.decays)                                 # (1 or B, H, T)
+                if together > 1:
+                    bias = bias.unflatten(0, (-1, together)).transpose(1, 2).flatten(2)       # (B / n, H, n T)
+                key_bias = prefix_sum(bias, last_bias, dim=-1)
                 last_bias = key_bias[..., -1:].clone()
-            together = self.cross_batch if self.training else 1
             query_scale = self.query_scale(length, idx.size(1) * together, x)
             v, state = v if self.routed == "qkv" else STAY, (length + idx.size(1), last_step, last_bias)
-            return Frame(qk, v, key_bias, query_scale, state, together)
+            return Frame(qk, v, key_bias, query_scale, state, together, self.floor)
 
     def context(self, length):
         """Tokens that a training step reads for one of a text of `length`."""

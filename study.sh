@@ -33,6 +33,7 @@ main    | accrot_qkv+fox+nope | 3 | --pos=accrot_qkv+fox+nope                   
 main    | accrot_qkv+fox+nope-cross | 3 | --pos=accrot_qkv+fox+nope --cross_batch=12  | --logn
 main    | accrot_qkv+fox+nope+conv | 3 | --pos=accrot_qkv+fox+nope+conv         | --logn
 main    | accrot_qkv+fox+nope+conv-cross | 3 | --pos=accrot_qkv+fox+nope+conv --cross_batch=12 | --logn
+main    | accrot_qkv+fox+nope+conv+floor | 3 | --pos=accrot_qkv+fox+nope+conv+floor | --logn
 main    | accrot_qk         | 3 | --pos=accrot_qk                                       | --logn
 main    | randrot_qk        | 3 | --pos=randrot_qk                                      | --logn
 main    | randrot_qkv       | 3 | --pos=randrot_qkv                                     | --logn
@@ -73,16 +74,20 @@ recall  | accrot_qkv+fox+nope+conv | 1 | $RECALL --pos=accrot_qkv+fox+nope+conv 
 recall  | accrot_qkv+fox+nope+conv-cross | 1 | $RECALL --pos=accrot_qkv+fox+nope+conv --cross_batch=8 | --logn
 recall  | accrot_qkv+fox+nope+conv-deep | 1 | $RECALL --n_layer=4 --max_steps=2000 --pos=accrot_qkv+fox+nope+conv --cross_batch=8 | --logn
 recall  | accrot_qkv+fox+nope+conv-alone-deep | 1 | $RECALL --n_layer=4 --max_steps=2000 --pos=accrot_qkv+fox+nope+conv | --logn
+recall  | accrot_qkv+fox+nope+conv+floor | 1 | $RECALL --pos=accrot_qkv+fox+nope+conv+floor | --logn
+recall  | accrot_qkv+fox+nope+conv+floor-deep | 1 | $RECALL --n_layer=4 --max_steps=2000 --pos=accrot_qkv+fox+nope+conv+floor | --logn
 recall  | rope+fox+nope+conv-cross | 1 | $RECALL --pos=rope+fox+nope+conv --cross_batch=8 | --logn
 recall  | rope+fox+nope     | 1 | $RECALL --pos=rope+fox+nope                           | --logn
 recall  | rope+fox          | 1 | $RECALL --pos=rope+fox                                |
 recall  | alibi             | 1 | $RECALL --pos=alibi                                   |
 mixed   | accrot_qkv+fox    | 1 | $MIXED --pos=accrot_qkv+fox                           |
+mixed   | accrot_qkv+fox+nope+conv+floor | 1 | $MIXED --pos=accrot_qkv+fox+nope+conv+floor |
 mixed   | accrot_qkv+fox+nope+conv-cross | 1 | $MIXED --pos=accrot_qkv+fox+nope+conv --cross_batch=8 |
 large   | rope              | 1 | $LARGE --pos=rope                                     | --window=512
 large   | accrot_qkv        | 1 | $LARGE --pos=accrot_qkv                               | --logn
 large   | alibi             | 1 | $LARGE --pos=alibi                                    |
 large   | accrot_qkv+fox    | 1 | $LARGE --pos=accrot_qkv+fox                           |
+large   | accrot_qkv+fox+nope+conv+floor | 1 | $LARGE --pos=accrot_qkv+fox+nope+conv+floor |
 large   | accrot_qkv+fox+nope-cross | 1 | $LARGE --pos=accrot_qkv+fox+nope --cross_batch=6 |
 large   | accrot_qkv+fox+nope+conv-cross | 1 | $LARGE --pos=accrot_qkv+fox+nope+conv --cross_batch=6 |
 "

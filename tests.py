@@ -50,7 +50,8 @@ from prepare_data import TokenShards
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # these tensors are small
 MECHANISMS = [*POSITIONS, "rope+alibi", "accrot_qkv+fox", "accrot_qk+logn", "randrot_qkv+alibi+fox+logn", "path+fox",
-              "path+alibi", "path+logn", "accrot_qkv+fox+nope+logn", "accrot_qkv+fox+nope+conv", "path+fox+nope+conv+logn"]
+              "path+alibi", "path+logn", "accrot_qkv+fox+nope+logn", "accrot_qkv+fox+nope+conv", "path+fox+nope+conv+logn",
+              "accrot_qkv+fox+nope+conv+floor", "rope+alibi+nope+floor+logn"]
 VARIANTS = [dict(pos=pos) for pos in MECHANISMS] + [
     dict(pos="accrot_qkv", angles="table"), dict(pos="accrot_qk", angles="hidden"),
     dict(pos="accrot_qkv", value_route="own"), dict(pos="randrot_qkv", value_route="own"),
@@ -200,7 +201,11 @@ def reference_attention(layer, x, embedding, idx, sequence, window=None, project
             content = (q[:, i] * (route @ k[:, j, :, :, None])[..., 0]).sum(-1) / math.sqrt(D)
             if "logn" in controls:
                 content = content * position.logn * math.log(i + 2)
-            scores.append(content - bias)
+            if position.floor is None:
+                scores.append(content - bias)
+            else:
+                seen = i + 1 if window is None else min(window, i + 1)
+                scores.append(content + torch.log(torch.exp(-bias) + torch.exp(position.floor) / seen))
             values.append((value_route @ v[:, j, :, :, None])[..., 0] if routed == "qkv" else v[:, j])
             if steps is not None:  # the route to the key before passes this token's step too
                 route, value_route = route @ steps[:, j], value_route @ value_steps[:, j]

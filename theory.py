@@ -234,7 +234,10 @@ def head_statistics(attention, frame, x, queries, block_size):
         logits = (q[:, i[:, 0]] @ k.transpose(1, 2)).double() / attention.head_dim ** 0.5  # (H, AT_ONCE, T)
         if frame.key_bias is not None:
             c = frame.key_bias[0].to(x.device)
-            logits = logits - (c[:, i] - c[:, None])
+            bias = c[:, None] - c[:, i]
+            if frame.floor is not None:
+                bias = torch.logaddexp(bias, frame.floor.double()[:, None, None] - (i + 1).double().log())
+            logits = logits + bias
         lowest, logits = logits.masked_fill(~seen, math.inf).amin(-1), logits.masked_fill(~seen, -math.inf)
         span, weight, M = logits.amax(-1) - lowest, logits.softmax(-1), far.sum(-1)
         near, distant = weight * ~far, weight * far

@@ -22,7 +22,7 @@ from prepare_data import TokenShards
 
 # Every knob: name, default (that of --config=paper), type, what it is. --config=demo changes those under DEMO.
 KNOBS = (
-    ("pos", "accrot_qkv", str, "mechanism: a name of positional.POSITIONS, then any of +alibi +fox +logn +nope +conv"),
+    ("pos", "accrot_qkv", str, "mechanism: a name of positional.POSITIONS, then any of +alibi +fox +logn +nope +conv +floor"),
     ("angles", "token", str, "where accrot's angles come from: token, table or hidden"),
     ("value_route", "shared", str, "values travel the queries' route (shared) or one of their own (own)"),
     ("data", "data/openwebtext", str, "directory that prepare_data.py wrote"),
