@@ -178,6 +178,11 @@ def reference_projection(layer, x):
     return torch.stack(rows, 1).unbind(2)
 
 
+def biased(position, bias, seen):
+    """What is added to a score for a bias of so many nats along the route, (B, H) or (H,), if the query sees `seen` keys."""
+    return -bias if position.floor is None else torch.log(torch.exp(-bias) + torch.exp(position.floor) / seen)
+
+
 def reference_attention(layer, x, embedding, idx, sequence, window=None, projected=None):
     """Three loops: over queries, keys and the steps between them. Returns (B, T, C)."""
     B, T, C = x.shape
@@ -201,11 +206,7 @@ def reference_attention(layer, x, embedding, idx, sequence, window=None, project
             content = (q[:, i] * (route @ k[:, j, :, :, None])[..., 0]).sum(-1) / math.sqrt(D)
             if "logn" in controls:
                 content = content * position.logn * math.log(i + 2)
-            if position.floor is None:
-                scores.append(content - bias)
-            else:
-                seen = i + 1 if window is None else min(window, i + 1)
-                scores.append(content + torch.log(torch.exp(-bias) + torch.exp(position.floor) / seen))
+            scores.append(content + biased(position, bias, min(window or i + 1, i + 1)))
             values.append((value_route @ v[:, j, :, :, None])[..., 0] if routed == "qkv" else v[:, j])
             if steps is not None:  # the route to the key before passes this token's step too
                 route, value_route = route @ steps[:, j], value_route @ value_steps[:, j]
@@ -263,7 +264,7 @@ def test_float32_layer_is_close_to_float64_at_long_and_ragged_lengths(variant):
 
 
 @pytest.mark.parametrize("n_head", [8, 12])
-@pytest.mark.parametrize("pos", ["accrot_qkv+fox+nope", "rope+nope+logn", "accrot_qkv+fox+nope+conv"])
+@pytest.mark.parametrize("pos", ["accrot_qkv+fox+nope", "rope+nope+logn", "accrot_qkv+fox+nope+conv", "rope+nope+floor+logn"])
 def test_cross_batch_reads_sequences_of_a_batch_as_one_text(pos, n_head):
     """Each query attends to its own sequence as before, and to all of those before it in its group. What +conv adds to a
     token comes from its own sequence alone."""
@@ -448,10 +449,56 @@ def test_a_convolution_is_rounded_once_and_survives_a_refused_token():
     torch.testing.assert_close(part(6, 8), want[:, 6:8])
 
 
-def test_a_convolution_is_for_open_layers():
-    for pos in ("rope+conv", "nope+conv", "alibi+conv+logn"):
-        with pytest.raises(positional.UsageError, match=re.escape(f"pos={pos}: +conv is for the layers that +nope opens; use")):
+@pytest.mark.parametrize("suffix", ["conv", "floor"])
+def test_what_is_for_open_layers_needs_some(suffix):
+    for pos in (f"rope+{suffix}", f"nope+{suffix}", f"alibi+{suffix}+logn"):
+        with pytest.raises(positional.UsageError,
+                           match=re.escape(f"pos={pos}: +{suffix} is for the layers that +nope opens; use")):
             parse_position(pos)
+
+
+def test_a_floor_bounds_what_far_keys_weigh_and_leaves_them_in_reach():
+    """10,000 keys, a gate of 1 nat a token, contents alike: near ones weigh 1 + e^-1 + ... in all, far ones e^floor in all,
+    wherever they stand. And a key whose score leads by s weighs e^s times its share at any distance."""
+    T, floor = 10_000, torch.tensor([0.0, 2.0], dtype=torch.float64)
+    q, c = torch.ones(1, 2, T, 1, dtype=torch.float64), torch.arange(T).double().expand(1, 2, T)
+    near, last = 1 / (1 - math.exp(-1)), slice(T - 1, T)
+    for lead, at in ((0, 0), (12, 17), (12, 9_000)):
+        k = torch.zeros(1, 2, T, 1, dtype=torch.float64)
+        k[0, :, at] = lead
+        far = (torch.arange(T) < T - 50).double()
+        values = torch.stack((far, torch.arange(T) == at), -1).expand(1, 2, T, 2)  # what far keys weigh, and what this one
+        got = causal_attention(q[:, :, last], k, values, c, floor=floor)[0, :, 0]
+        one = floor.exp() / T * (math.exp(lead) - 1)
+        whole = near + floor.exp() + one
+        torch.testing.assert_close(got[:, 0], (floor.exp() * (T - 50) / T + one) / whole, rtol=1e-9, atol=0)
+        torch.testing.assert_close(got[:, 1], (floor.exp() / T + one) / whole, rtol=1e-9, atol=0)
+        assert lead == 0 or (got[:, 1] > 0.8).all()
+
+
+def test_a_floored_gate_starts_short_and_gives_near_and_far_equal_weight():
+    position = make_position(config_of(pos="rope+fox+nope+floor", block_size=256), 1)
+    gate, = position.decays
+    memory = 1 / -F.logsigmoid(gate.gate.bias)                                 # tokens, until a gate has forgotten to 1/e
+    torch.testing.assert_close(memory[[0, -1]], torch.tensor([4.0, 32.0]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(position.floor.exp(), memory, rtol=1e-4, atol=0)
+    assert make_position(config_of(pos="rope+fox+nope+floor"), 0).floor is None  # not an open layer
+
+
+def test_floored_attention_is_the_same_in_pieces_and_with_a_window():
+    layer = layer_of(dict(pos="rope+nope+floor"), 12)
+    frame = layer.position(*inputs_of(2, 50))
+    q, k, v = torch.randn(3, 2, 12, 50, 8, dtype=torch.float64)
+    distance = torch.arange(50)[:, None] - torch.arange(50)
+    for window in (None, 1, 7, 49, 50, 51):
+        seen = (distance >= 0) & (distance < (window or 50))
+        weights = torch.exp(frame.key_bias[..., None, :] - frame.key_bias[..., :, None])
+        weights = weights + frame.floor.exp()[:, None, None] / seen.sum(-1, keepdim=True)
+        weights = torch.exp(q @ k.mT / math.sqrt(8)) * weights * seen
+        want = weights / weights.sum(-1, keepdim=True) @ v
+        for size in (1, 777, 10 ** 6):
+            got = attention.floored_attention(q, k, v, frame.key_bias, frame.floor, window, size)
+            torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("pos", ["nope+nope", "accrot_qk+nope+nope", "rope+nope+conv+conv", "rope+fox+fox", "alibi+alibi"])
@@ -2546,7 +2593,8 @@ def slow_statistics(model, ids, sequence, queries, distances):
             bias, scores, values = torch.zeros(H, dtype=torch.float64), [], []
             for j in range(i, -1, -1):
                 content = (q[i] * (route @ k[j, :, :, None])[..., 0]).sum(-1) / math.sqrt(D)
-                scores.append(content * (layer.position.logn * math.log(i + 2) if "logn" in controls else 1) - bias)
+                scores.append(content * (layer.position.logn * math.log(i + 2) if "logn" in controls else 1)
+                              + biased(layer.position, bias, i + 1))
                 values.append((value_route @ v[j, :, :, None])[..., 0] if routed == "qkv" else v[j])
                 if i - j in distances:
                     half, at = D // 2, distances.index(i - j)
@@ -2577,8 +2625,8 @@ def slow_statistics(model, ids, sequence, queries, distances):
 
 @pytest.mark.parametrize("variant", [dict(pos=pos) for pos in (
     "nope", "rope", "rope_qkv", "randrot_qk", "accrot_qkv", "alibi", "rope+alibi", "accrot_qkv+fox", "accrot_qk+logn",
-    "reflect_qkv", "orth_qk", "accrot_qkv+fox+nope", "accrot_qkv+fox+nope+conv")]
-    + [dict(pos="accrot_qkv", value_route="own")], ids=lambda v: "-".join(v.values()))
+    "reflect_qkv", "orth_qk", "accrot_qkv+fox+nope", "accrot_qkv+fox+nope+conv",
+    "accrot_qkv+fox+nope+floor")] + [dict(pos="accrot_qkv", value_route="own")], ids=lambda v: "-".join(v.values()))
 @torch.no_grad()
 def test_theory_measurements_equal_a_slow_computation(variant):
     model = tiny(block_size=16, **variant).double()
