@@ -298,8 +298,9 @@ def floored_attention(q, k, v, key_bias, floor, window=None, size=2 ** 22):
     for start in range(S - T, S, rows):
         stop, first = min(S, start + rows), 0 if window is None else max(0, start - window + 1)
         seen = see(stop - start, stop - first, window, q.device)                          # (queries, keys)
-        bias = on_device(key_bias[..., None, first:stop] - key_bias[..., start:stop, None], q)
-        bias = torch.logaddexp(bias, precise(floor)[:, None, None] - seen.sum(-1, keepdim=True, dtype=bias.dtype).log())
+        c = on_device(key_bias[..., first:stop] - key_bias[..., start:start + 1], q)      # small where it matters
+        bias = torch.logaddexp(c[..., None, :] - c[..., start - first:, None], precise(floor)[:, None, None]
+                               - seen.sum(-1, keepdim=True, dtype=c.dtype).log())
         logits = precise(q[:, :, start - S + T:stop - S + T]) @ precise(k[:, :, first:stop]).mT * D ** -0.5 + bias
         pieces.append(logits.masked_fill(~seen, float("-inf")).softmax(-1).to(v.dtype) @ v[:, :, first:stop])
     return torch.cat(pieces, dim=2)
