@@ -228,7 +228,7 @@ class Fox(nn.Module):
         return F.softplus(-gate.transpose(1, 2).contiguous())                                 # (B, H, T)
 
 
-# name: (kind of step, what is routed, the controls it brings). Any of CONTROLS may follow a name, FOR_OPEN with +nope.
+# name: (kind of step, what is routed, the controls it brings). Any of CONTROLS may follow a name, +floor with +nope.
 POSITIONS = {
     "nope":        (Steps, "", ()),
     "rope":        (ConstantRotation, "qk", ()),
@@ -246,8 +246,7 @@ POSITIONS = {
     "fox":         (Steps, "", ("fox",)),
 }
 DECAYS = {"alibi": Alibi, "fox": Fox}
-FOR_OPEN = ("conv", "floor")
-CONTROLS = (*DECAYS, "logn", "nope", *FOR_OPEN)
+CONTROLS = (*DECAYS, "logn", "nope", "conv", "floor")
 ANGLES = ("token", "table", "hidden")
 UPGRADES = {"rope": "accrot_qk", "rope_qkv": "accrot_qkv"}  # equal logits at birth: train.py --init_from
 
@@ -268,9 +267,8 @@ def parse_position(name):
         if suffix in (base, *controls):
             raise UsageError(f"pos={name}: {suffix} is given twice")
         controls += (suffix,)
-    for suffix in FOR_OPEN:
-        if suffix in controls and "nope" not in controls:
-            raise UsageError(f"pos={name}: +{suffix} is for the layers that +nope opens; use a name like rope+nope+{suffix}")
+    if "floor" in controls and "nope" not in controls:
+        raise UsageError(f"pos={name}: +floor is for the layers that +nope opens; use a name like rope+nope+floor")
     return kind, routed, controls
 
 
@@ -321,14 +319,16 @@ class Position(nn.Module):
         kind, self.routed, controls = parse_position(config.pos)
         # +nope: every fourth layer, and the last, has neither route nor bias (arXiv 2501.18795, 2504.08719 mix layers so).
         # There content alone decides; elsewhere a distance never trained on hides far keys.
-        self.open = "nope" in controls and (layer % 4 == 3 or layer == config.n_layer - 1)
+        chosen = layer % 4 == 3 or layer == config.n_layer - 1
+        self.open = chosen and "nope" in controls
         if self.open:
             kind, self.routed, controls = Steps, "", [c for c in controls if c not in DECAYS]
-        # +conv, there (after Primer, arXiv 2109.08668, with three tokens before where it has two): queries, keys and values
-        # each add those of the tokens before, weighted by channel, 0 at birth. So a key knows what came before it, and this
-        # layer alone finds what followed its like. In all layers it lets the others copy, and this one learns nothing.
+        # +conv, in the same layers, open or not (after Primer, arXiv 2109.08668, with three tokens before where it has two):
+        # queries, keys and values each add those of the tokens before, weighted by channel, 0 at birth. So a key knows what
+        # came before it, and this layer alone finds what followed its like. In all layers it lets the others copy, and an
+        # open one learns nothing.
         self.taps = nn.Parameter(torch.zeros(self.n_taps, 3, config.n_head, 1, config.head_dim)) \
-            if self.open and "conv" in controls else None
+            if chosen and "conv" in controls else None
         self.steps = kind(config, layer)
         self.decays = nn.ModuleList(DECAYS[name](config) for name in controls if name in DECAYS)
         # +floor, there: FoX's gate after all, short at birth, that stops at a floor (attention.floored_attention), near and

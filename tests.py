@@ -51,7 +51,7 @@ HERE = Path(__file__).parent
 torch.set_num_threads(1)  # these tensors are small
 MECHANISMS = [*POSITIONS, "rope+alibi", "accrot_qkv+fox", "accrot_qk+logn", "randrot_qkv+alibi+fox+logn", "path+fox",
               "path+alibi", "path+logn", "accrot_qkv+fox+nope+logn", "accrot_qkv+fox+nope+conv", "path+fox+nope+conv+logn",
-              "accrot_qkv+fox+nope+conv+floor", "rope+alibi+nope+floor+logn"]
+              "accrot_qkv+fox+conv", "path+conv", "accrot_qkv+fox+nope+conv+floor", "rope+alibi+nope+floor+logn"]
 VARIANTS = [dict(pos=pos) for pos in MECHANISMS] + [
     dict(pos="accrot_qkv", angles="table"), dict(pos="accrot_qk", angles="hidden"),
     dict(pos="accrot_qkv", value_route="own"), dict(pos="randrot_qkv", value_route="own"),
@@ -449,12 +449,14 @@ def test_a_convolution_is_rounded_once_and_survives_a_refused_token():
     torch.testing.assert_close(part(6, 8), want[:, 6:8])
 
 
-@pytest.mark.parametrize("suffix", ["conv", "floor"])
-def test_what_is_for_open_layers_needs_some(suffix):
-    for pos in (f"rope+{suffix}", f"nope+{suffix}", f"alibi+{suffix}+logn"):
-        with pytest.raises(positional.UsageError,
-                           match=re.escape(f"pos={pos}: +{suffix} is for the layers that +nope opens; use")):
+def test_a_floor_needs_open_layers_and_a_convolution_does_not():
+    for pos in ("rope+floor", "nope+floor", "alibi+floor+logn"):
+        with pytest.raises(positional.UsageError, match=re.escape(f"pos={pos}: +floor is for the layers that +nope opens; use")):
             parse_position(pos)
+    for pos in ("accrot_qkv+fox+conv", "accrot_qkv+fox+nope+conv"):
+        layers = [make_position(config_of(pos=pos, n_layer=6), layer=i) for i in range(6)]
+        assert [i for i, layer in enumerate(layers) if layer.taps is not None] == [3, 5]
+        assert [i for i, layer in enumerate(layers) if layer.open] == ([3, 5] if "nope" in pos else [])
 
 
 def test_a_floor_bounds_what_far_keys_weigh_and_leaves_them_in_reach():
