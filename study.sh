@@ -63,6 +63,14 @@ heads   | randrot_qkv-32    | 1 | --pos=randrot_qkv --n_head=4                  
 steps   | randrot_qk-2400   | 1 | --pos=randrot_qk --max_steps=2400                     |
 steps   | randrot_qkv-2400  | 1 | --pos=randrot_qkv --max_steps=2400                    |
 steps   | accrot_qk-2400    | 1 | --pos=accrot_qk --max_steps=2400                      |
+steps   | rope-4800         | 1 | --pos=rope --max_steps=4800                           | --window=256
+steps   | alibi-4800        | 1 | --pos=alibi --max_steps=4800                          |
+steps   | fox-4800          | 1 | --pos=fox --max_steps=4800                            |
+steps   | accrot_qkv+fox-4800 | 3 | --pos=accrot_qkv+fox --max_steps=4800               |
+steps   | accrot_qkv+fox+conv-4800 | 1 | --pos=accrot_qkv+fox+conv --max_steps=4800     |
+steps   | accrot_qkv+fox+nope+conv-4800 | 1 | --pos=accrot_qkv+fox+nope+conv --max_steps=4800 | --logn
+steps   | accrot_qkv+fox+nope+conv+floor-4800 | 3 | --pos=accrot_qkv+fox+nope+conv+floor --max_steps=4800 |
+steps   | rope+fox+nope+conv+floor-4800 | 1 | --pos=rope+fox+nope+conv+floor --max_steps=4800 |
 recall  | rope              | 1 | $RECALL --pos=rope                                    | --window=128
 recall  | accrot_qkv        | 1 | $RECALL --pos=accrot_qkv                              | --logn
 recall  | fox               | 1 | $RECALL --pos=fox                                     |
@@ -131,7 +139,7 @@ row() {  # group name seed: train, evaluate, keep
         number=$((number + 1))
         $RUN eval_length.py "$out/ckpt.pt" $few $trick --json="$out/eval$number.json"
     done
-    if [ "$group" = main ] || [ "$group" = mixed ]; then  # on long documents alone
+    if [[ $group =~ main|mixed || $name =~ 4800 ]]; then  # on long documents alone
         for trick in "" $tricks; do
             $RUN eval_length.py "$out/ckpt.pt" --data=data/stdlib-long --lengths=$((16 * length)) --tokens=$tokens $trick \
                 --json="$out/long$trick.json"
