@@ -221,11 +221,15 @@ class GPT(nn.Module):
 
 
 def device_of(wanted="auto"):
-    """The device that was asked for: cuda, mps, cpu, or auto, the first of these that is there. UsageError if it is not."""
+    """The device that was asked for: cuda, mps, cpu, or auto, the first of these that is there. UsageError if it is not.
+
+    Call it before anything is computed: from then on float32 numbers below 1e-38, such as a bias leaves of far keys, are 0.
+    Processors of Intel are many times slower with them: FoX at 16,384 tokens takes a third of the time without."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     kind = next(filter(there.get, there)) if wanted == "auto" else wanted
     if not there.get(kind):
         raise UsageError(f"device={kind}: use auto, cpu, or cuda or mps on a machine that has it")
+    torch.set_flush_denormal(True)                        # for this thread and those that it starts
     return torch.device(kind)
 
 

@@ -49,6 +49,7 @@ from prepare_data import TokenShards
 
 HERE = Path(__file__).parent
 torch.set_num_threads(1)  # these tensors are small
+torch.set_flush_denormal(True)  # as in the programs, whichever test runs first
 MECHANISMS = [*POSITIONS, "rope+alibi", "accrot_qkv+fox", "accrot_qk+logn", "randrot_qkv+alibi+fox+logn", "path+fox",
               "path+alibi", "path+logn", "accrot_qkv+fox+nope+logn", "accrot_qkv+fox+nope+conv", "path+fox+nope+conv+logn",
               "accrot_qkv+fox+conv", "path+conv", "accrot_qkv+fox+nope+conv+floor", "rope+alibi+nope+floor+logn"]
@@ -647,6 +648,20 @@ def test_bf16_autocast_is_close(variant):
         got, loss = model(idx)[0], model(idx, idx)[1]
     assert loss.dtype == torch.float32
     assert (got.float() - want).norm() / want.norm() < 0.02
+
+
+def test_weights_too_small_for_float32_are_zero_in_every_thread():
+    """Processors are many times slower with them, and a bias leaves such weights of far keys. In a process of its own, so
+    that no thread was there before."""
+    script = ("import torch; from model import device_of; torch.set_num_threads(2); assert device_of('cpu').type == 'cpu'\n"
+              "small, counts = torch.full((2 ** 22,), 1e-30), torch.set_flush_denormal(True)\n"
+              "print(counts, (small * 1e-10).ne(0).sum().item())")
+    done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    counts, left = done.stdout.split()
+    if counts == "False":
+        pytest.skip("this processor cannot flush them")
+    assert int(left) == 0
 
 
 # ---------------------------------------------------------------- every path sees the same past
@@ -2653,7 +2668,7 @@ def test_theory_measurements_equal_a_slow_computation(variant):
         assert (got["far_mass"] >= got["bound"] * (1 - 1e-6)).all()
         assert (got["far_mass"] >= got["mean_bound"] * (1 - 1e-6)).all()
         assert (got["mean_bound"] >= got["bound"] * (1 - 1e-6)).all()
-        assert (got["far_mass"] == 0).all() if T <= 16 else (got["far_mass"] > 0).all()
+        assert (got["far_mass"] == 0).all() if T <= 16 else (got["far_mass"] > 0).float().mean() > 0.5  # or too small to count
 
 
 @pytest.mark.parametrize("pos", ["alibi", "rope_qkv"])

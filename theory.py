@@ -17,7 +17,7 @@ import torch
 from checks import (Parser, UsageError, check_outputs, count, integer, integers, misfit, picture, program, read_json, real,
                     write_json)
 from eval_length import MULTIPLES, held_out, label_of, layout, read_results, row_names, standard_error
-from model import GPT
+from model import GPT, device_of
 
 HEAD_DIM, NEAR, LAMBDA, EPS = 64, 512, 4.0, 0.1  # coordinates; near tokens; half the logit range, nats; "mixed"
 SLOPE, WINDOW = 1 / 512, 1024                    # of part 3: nats per token of distance; tokens
@@ -293,7 +293,7 @@ def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
 
 def measure(path, args):
     """Everything the report says of one checkpoint, as a dict that JSON can hold."""
-    model = GPT.from_checkpoint(path, "cuda" if torch.cuda.is_available() else "cpu")  # MPS has no float64
+    model = GPT.from_checkpoint(path, device_of("cuda" if torch.cuda.is_available() else "cpu"))  # MPS has no float64
     config, trained, block_size, rows = model.config, model.checkpoint, model.config.block_size, []
     if config.pos.split("+")[0] == "path":
         raise UsageError(f"ckpt={path}: pos={config.pos} has no common frame; measure one with orthogonal steps")
