@@ -66,8 +66,10 @@ steps   | accrot_qk-2400    | 1 | --pos=accrot_qk --max_steps=2400              
 steps   | rope-4800         | 1 | --pos=rope --max_steps=4800                           | --window=256
 steps   | alibi-4800        | 1 | --pos=alibi --max_steps=4800                          |
 steps   | fox-4800          | 1 | --pos=fox --max_steps=4800                            |
+steps   | rope+fox-4800     | 1 | --pos=rope+fox --max_steps=4800                       |
 steps   | accrot_qkv+fox-4800 | 3 | --pos=accrot_qkv+fox --max_steps=4800               |
 steps   | accrot_qkv+fox+conv-4800 | 1 | --pos=accrot_qkv+fox+conv --max_steps=4800     |
+steps   | accrot_qkv+fox+nope-4800 | 1 | --pos=accrot_qkv+fox+nope --max_steps=4800     |
 steps   | accrot_qkv+fox+nope+conv-4800 | 1 | --pos=accrot_qkv+fox+nope+conv --max_steps=4800 | --logn
 steps   | accrot_qkv+fox+nope+conv+floor-4800 | 3 | --pos=accrot_qkv+fox+nope+conv+floor --max_steps=4800 |
 steps   | rope+fox+nope+conv+floor-4800 | 1 | --pos=rope+fox+nope+conv+floor --max_steps=4800 |
