@@ -138,27 +138,37 @@ class Turn(torch.autograd.Function):
     y along y turned by 90 degrees: of x and y only y is kept, which attention keeps anyway. Half the time of autograd's."""
     @staticmethod
     def forward(ctx, x, phase, cos, sin):
-        y = rotate(x, cos, sin)
+        y = torch.empty_like(x)
+        for rows in blocks(x):
+            turn(x[..., rows, :], cos[..., rows, :], sin[..., rows, :], y[..., rows, :])
         ctx.save_for_backward(y if phase.requires_grad else None, cos, sin)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         y, cos, sin = ctx.saved_tensors
-        by_phase, slope = None, precise(dy)
-        if y is not None:
-            (first, second), (d_first, d_second) = precise(y).chunk(2, dim=-1), slope.chunk(2, dim=-1)
-            by_phase = (first * d_second).addcmul_(second, d_first, value=-1).sum_to_size(cos.shape)
-        return rotate(slope, cos, -sin).to(dy.dtype), by_phase, None, None
+        dx, by_phase = torch.empty_like(dy), None if y is None else torch.empty_like(cos)
+        for rows in blocks(dy):
+            slope, c, s = precise(dy[..., rows, :]), cos[..., rows, :], sin[..., rows, :]
+            if y is not None:
+                (first, second), (d_first, d_second) = precise(y[..., rows, :]).chunk(2, dim=-1), slope.chunk(2, dim=-1)
+                by_phase[..., rows, :] = (first * d_second).addcmul_(second, d_first, value=-1).sum_to_size(c.shape)
+            turn(slope, c, -s, dx[..., rows, :])
+        return dx, by_phase, None, None
 
 
-def rotate(x, cos, sin):
-    """Turn every plane (x_b, x_{b + D/2}) of x (..., T, D) counter-clockwise, in float32 or better, to x's type."""
-    planes = precise(x).unflatten(-1, (2, -1))                                                # (..., T, 2, D/2)
-    (first, second), y = planes.unbind(-2), planes * cos[..., None, :]
-    y[..., 0, :].addcmul_(second, sin, value=-1)
-    y[..., 1, :].addcmul_(first, sin)
-    return y.flatten(-2).to(x.dtype)
+def blocks(x, size=2 ** 17):
+    """Slices of the tokens of x (..., T, D) of about `size` elements each: what a core's cache holds. On CUDA one."""
+    T = x.size(-2)
+    rows = T if x.is_cuda or torch.compiler.is_compiling() else max(1, size * T // max(1, x.numel()))
+    return [slice(start, start + rows) for start in range(0, T, rows)]
+
+
+def turn(x, cos, sin, y):
+    """Turn every plane (x_b, x_{b + D/2}) of x (..., T, D) counter-clockwise, in float32 or better, into y."""
+    (first, second), (y_first, y_second) = precise(x).chunk(2, dim=-1), y.chunk(2, dim=-1)
+    y_first.copy_((first * cos).addcmul_(second, sin, value=-1))
+    y_second.copy_((second * cos).addcmul_(first, sin))
 
 
 class Reflections:
@@ -287,7 +297,7 @@ def causal_attention(q, k, v, key_bias=None, window=None, floor=None):
     return torch.cat(pieces, dim=2)[..., :D]
 
 
-def floored_attention(q, k, v, key_bias, floor, window=None, size=2 ** 22):
+def floored_attention(q, k, v, key_bias, floor, window=None, size=2 ** 20):
     """causal_attention where the n keys that a query sees weigh e^score (e^-(c_i - c_j) + e^floor / n), floor: (H,).
 
     The bias on a key ends at floor - ln n: content can lift a key at any distance, and where contents are alike all far ones

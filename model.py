@@ -143,12 +143,16 @@ class GPT(nn.Module):
         losses = self.losses(x.flatten(0, 1), targets.flatten())
         return None, losses.view(targets.shape) if reduction == "none" else losses.mean()
 
+    def enter(self, idx):
+        """What the first layer reads, and what tells every layer a token alone: its embedding, normalised. (B, T, C) each."""
+        embedding = self.embed(idx)
+        return self.drop(embedding), F.layer_norm(precise(embedding), embedding.shape[-1:])
+
     def hidden(self, idx, sequence=None, caches=None):
         """What the head reads, (B, T, C); arguments as in forward."""
         if sequence is None:
             sequence = torch.arange(idx.size(0), device=idx.device)
-        embedding = self.embed(idx)                                                           # (B, T, C)
-        x = self.drop(embedding)
+        x, embedding = self.enter(idx)
         for layer, block in enumerate(self.blocks):
             x = block(x, embedding, idx, sequence, caches and caches[layer])
         return self.norm(x)

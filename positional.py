@@ -118,7 +118,7 @@ class LearnedRotation(ConstantRotation):
         if self.source == "table":
             a = precise(self.angles(idx))
         else:
-            source = x if self.source == "hidden" else F.layer_norm(precise(embedding), embedding.shape[-1:])
+            source = x if self.source == "hidden" else precise(embedding)
             # How fast angles move decides short runs. Without the factor they outrun the rest of the network.
             a = F.linear(source, precise(self.angles.weight)) * x.size(-1) ** -0.5
         return self.frequencies(x.device) + math.pi * torch.tanh(self.split_lanes(a))
@@ -342,7 +342,7 @@ class Position(nn.Module):
             if "logn" in controls else None
 
     def forward(self, x, embedding, idx, sequence, state=None):
-        """x, embedding: (B, T, C), the layer's normalised input and the token embedding; idx: (B, T) int64;
+        """x, embedding: (B, T, C), the layer's normalised input and the normalised token embedding; idx: (B, T) int64;
         sequence: (B,) int64; state: None at the start of a sequence, else the last Frame.state. Returns a Frame."""
         with torch.autocast(x.device.type, enabled=False):
             x = precise(x)

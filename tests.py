@@ -40,7 +40,7 @@ import positional
 import prepare_data
 import theory
 import train
-from attention import (Attention, Cache, Reflections, Rotation, causal_attention, path_attention, prefix_product, rotate,
+from attention import (Attention, Cache, Reflections, Rotation, causal_attention, path_attention, prefix_product,
                        solve_steps, unit)
 from checks import CheckpointError, DataError
 from model import GPT, GPTConfig, autocast_for, main as model_cli, read_checkpoint
@@ -160,8 +160,7 @@ def reference_steps(layer, x, embedding, idx, sequence):
         if kind.source == "table":
             a = kind.angles.weight[idx]
         else:
-            centred = embedding - embedding.mean(-1, keepdim=True)
-            source = x if kind.source == "hidden" else centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+            source = x if kind.source == "hidden" else embedding
             a = source @ kind.angles.weight.T / math.sqrt(x.size(-1))
         angles = w + math.pi * torch.tanh(a.view(B, T, n_route, H, D // 2))
     steps = turn(angles)                                                                      # (B, T, route, H, D, D)
@@ -338,7 +337,8 @@ def test_route_is_the_steps_after_the_key_up_to_the_query():
 
 def test_planes_pair_the_halves_of_a_head():
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    turned = rotate(x, torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0]))  # plane 0 by 90 degrees, plane 1 by 0
+    turned = torch.empty(4)
+    attention.turn(x, torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0]), turned)  # plane 0 by 90 degrees, plane 1 by 0
     assert turned.tolist() == [-3.0, 2.0, 1.0, 4.0]
 
 
@@ -2591,7 +2591,9 @@ def test_theory_tilt_is_what_same_route_weights_leave(r):
 def slow_statistics(model, ids, sequence, queries, distances):
     """What theory.diagnose measures, from a matrix per step: every score, every route, nothing shared between pairs."""
     K, idx, seq = model.config.block_size, ids[None], torch.tensor([sequence])
-    embedding = x = model.embed(idx)
+    x = model.embed(idx)
+    centred = x - x.mean(-1, keepdim=True)
+    embedding = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
     T, layers, routes = len(ids), [], []
     for block in model.blocks:
         layer, normed = block.attention, block.norm_1(x)

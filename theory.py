@@ -277,7 +277,7 @@ def diagnose(model, ids, sequence, distances=(), n_queries=QUERIES):
     late = min(T, max(1, block_size // 2))
     queries = torch.linspace(T - late, T - 1, min(n_queries, late), device=ids.device).round().long()
     idx, sequence, found, routes, turned = ids[None], torch.tensor([sequence], device=ids.device), [], [], []
-    embedding = x = model.embed(idx)
+    x, embedding = model.enter(idx)
     for block in model.blocks:
         normed = block.norm_1(x)
         frame = block.attention.position(normed, embedding, idx, sequence)
