@@ -16,6 +16,12 @@ def precise(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def product_type(x):
+    """The type in which autocast does matrix products of x; outside autocast x's own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def on_device(x, like):
     """x (float64, on the CPU beside MPS, which has none) in float32 or better on like's device. The type goes first, so that
     no float64 gradient is asked of MPS."""

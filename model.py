@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attention import Attention, Cache, precise
+from attention import Attention, Cache, precise, product_type
 from checks import CheckpointError, Parser, UsageError, count, integer, misfit, number, program
 from positional import check_position, make_position
 from prepare_data import get_tokenizer
@@ -160,8 +160,7 @@ class GPT(nn.Module):
     def losses(self, x, targets):
         """Cross entropy of every row of x (N, C) against targets (N,), in float32 or better. 65,536 x 50,304 logits would
         be 13 GB and pass 2^31 elements, so where no gradient is wanted they are made a slice of rows at a time."""
-        low = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if low else x.dtype
+        dtype = product_type(x)
         x, weight = x.to(dtype), self.head.weight.to(dtype)
         if torch.is_grad_enabled():
             return TokenLosses.apply(x, weight, targets)

@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from attention import (STAY, Blocks, Frame, Path, Reflections, Rotation, on_device, orthogonal, precise, prefix_product,
-                       unit, with_past)
+                       product_type, unit, with_past)
 from checks import UsageError
 
 
@@ -32,6 +32,24 @@ def prefix_sum(steps, start=None, dim=-2):
     steps by several radians. MPS has no float64, so there the sum is on the CPU."""
     total = (steps.cpu() if steps.device.type == "mps" else steps).double().cumsum(dim)
     return total if start is None else total + start
+
+
+class ReadOut(torch.autograd.Function):
+    """x W^T in float32 or better, as steps add up along a route: rounded ones would be off by radians far away. Gradients do
+    not add up so: on the way back the products, two of three, are of type `low`, like those of every other weight."""
+    @staticmethod
+    def forward(ctx, x, weight, low):
+        ctx.save_for_backward(x, weight)
+        ctx.low = low
+        return F.linear(x, precise(weight))
+
+    @staticmethod
+    def backward(ctx, by_y):
+        x, weight = ctx.saved_tensors
+        slope = by_y.to(ctx.low)
+        by_x = (slope @ weight.to(ctx.low)).to(x.dtype)
+        by_weight = slope.flatten(0, 1).mT @ x.to(ctx.low).flatten(0, 1)
+        return by_x, by_weight.to(weight.dtype), None
 
 
 class Steps(nn.Module):
@@ -51,15 +69,15 @@ class Steps(nn.Module):
         plane = torch.arange(self.head_dim // 2, dtype=torch.float32, device=device)
         return self.base ** (-2 * plane / self.head_dim)
 
-    def forward(self, x, embedding, idx, sequence, length, state):
+    def forward(self, x, embedding, idx, sequence, length, state, low):
         """The route of queries and keys, that of values if they are routed, and the state after the last token.
-        length: tokens before these; state: None or that after them; the others as in Position.forward."""
+        length: tokens before these; state: None or that after them; low: ReadOut's; the others as in Position.forward."""
         return STAY, STAY, None
 
 
 class ConstantRotation(Steps):
     """rope, rope_qkv (RoPE, arXiv 2104.09864): plane p turns by w_p at every token."""
-    def steps(self, x, embedding, idx, sequence, length):
+    def steps(self, x, embedding, idx, sequence, length, low):
         """Angle of every step in radians: (n_route, B or 1, H or 1, T, D/2), float32 or better."""
         return self.frequencies(x.device).expand(1, 1, 1, idx.size(1), -1)
 
@@ -67,8 +85,8 @@ class ConstantRotation(Steps):
         """(B, T, n_route * H * D/2) to (n_route, B, H, T, D/2)."""
         return flat.unflatten(2, (self.n_route, self.n_head, self.head_dim // 2)).permute(2, 0, 3, 1, 4)
 
-    def forward(self, x, embedding, idx, sequence, length, state):
-        phase = prefix_sum(self.steps(x, embedding, idx, sequence, length), state)
+    def forward(self, x, embedding, idx, sequence, length, state, low):
+        phase = prefix_sum(self.steps(x, embedding, idx, sequence, length, low), state)
         # Wrap while still in float64: in [-pi, pi] a float32 phase is good to 2e-7 rad however long the route.
         turns = (phase.detach() / (2 * math.pi)).round_().mul_(2 * math.pi)  # a constant: its gradient would be zeros
         routes = [Rotation(wrapped) for wrapped in on_device(phase - turns, x)]
@@ -80,7 +98,7 @@ class RandomRotation(ConstantRotation):
 
     A step is a pure function of (seed, layer, sequence, position, lane), so caching, resuming, ranks, devices and longer
     sequences agree by construction. `sequence` is (B,) int64; a lane is one plane of one head of one route."""
-    def steps(self, x, embedding, idx, sequence, length):
+    def steps(self, x, embedding, idx, sequence, length, low):
         lanes = self.n_route * self.n_head * self.head_dim // 2
         position = torch.arange(length, length + idx.size(1), dtype=torch.int32, device=idx.device)
         key = scramble(scramble(self.key ^ sequence.int()) ^ (sequence >> 32).int())      # (B,)
@@ -114,13 +132,13 @@ class LearnedRotation(ConstantRotation):
             nn.Linear(config.n_embd, width, bias=False)
         nn.init.zeros_(self.angles.weight)
 
-    def steps(self, x, embedding, idx, sequence, length):
+    def steps(self, x, embedding, idx, sequence, length, low):
         if self.source == "table":
             a = precise(self.angles(idx))
         else:
             source = x if self.source == "hidden" else precise(embedding)
             # How fast angles move decides short runs. Without the factor they outrun the rest of the network.
-            a = F.linear(source, precise(self.angles.weight)) * x.size(-1) ** -0.5
+            a = ReadOut.apply(source, self.angles.weight, low) * x.size(-1) ** -0.5
         return self.frequencies(x.device) + math.pi * torch.tanh(self.split_lanes(a))
 
 
@@ -131,8 +149,8 @@ class LearnedReflection(Steps):
         self.direction = nn.Linear(config.n_embd, config.n_embd, bias=False)
         nn.init.normal_(self.direction.weight, std=0.02, generator=torch.Generator().manual_seed(self.key % 2 ** 32))
 
-    def forward(self, x, embedding, idx, sequence, length, state):
-        w = F.linear(x, precise(self.direction.weight)).unflatten(2, (self.n_head, -1)).transpose(1, 2)
+    def forward(self, x, embedding, idx, sequence, length, state, low):
+        w = ReadOut.apply(x, self.direction.weight, low).unflatten(2, (self.n_head, -1)).transpose(1, 2)
         route = Reflections(unit(w), state)
         return route, route, route.end
 
@@ -153,8 +171,8 @@ class LearnedBlocks(Steps):
         self.skew.bias = nn.Parameter(bias.flatten())
         nn.init.zeros_(self.skew.weight)
 
-    def forward(self, x, embedding, idx, sequence, length, state):
-        rates = F.linear(x, precise(self.skew.weight)) * x.size(-1) ** -0.5 + precise(self.skew.bias)  # as accrot's
+    def forward(self, x, embedding, idx, sequence, length, state, low):
+        rates = ReadOut.apply(x, self.skew.weight, low) * x.size(-1) ** -0.5 + precise(self.skew.bias)  # as accrot's
         i, j = torch.tril_indices(self.n, self.n, -1, device=x.device)
         rates = rates.unflatten(2, (self.n_head, -1, i.numel())).transpose(1, 2)              # (B, H, T, D/n, n(n-1)/2)
         K = x.new_zeros(*rates.shape[:-1], self.n, self.n)
@@ -184,7 +202,7 @@ class LearnedPath(Steps):
         nn.init.normal_(self.beta.weight, std=0.02, generator=generator)
         nn.init.zeros_(self.beta.bias)
 
-    def forward(self, x, embedding, idx, sequence, length, state):
+    def forward(self, x, embedding, idx, sequence, length, state, low):
         u = F.linear(F.linear(x, precise(self.down.weight)), precise(self.up.weight))         # (B, T, C)
         u, last = with_past(u, self.span - 1, state)
         w = F.silu(sum(u[:, i:i + x.size(1)] * tap for i, tap in enumerate(precise(self.filter).unbind(1))))
@@ -344,10 +362,11 @@ class Position(nn.Module):
     def forward(self, x, embedding, idx, sequence, state=None):
         """x, embedding: (B, T, C), the layer's normalised input and the normalised token embedding; idx: (B, T) int64;
         sequence: (B,) int64; state: None at the start of a sequence, else the last Frame.state. Returns a Frame."""
+        low = product_type(x)
         with torch.autocast(x.device.type, enabled=False):
             x = precise(x)
             length, last_step, last_bias = state or (0, None, None)
-            qk, v, last_step = self.steps(x, embedding, idx, sequence, length, last_step)
+            qk, v, last_step = self.steps(x, embedding, idx, sequence, length, last_step, low)
             key_bias, together = None, self.cross_batch if self.training else 1
             if self.decays:
                 bias = sum(decay(x) for decay in self.decays)                                 # (1 or B, H, T)

@@ -312,7 +312,7 @@ def test_cross_batch_in_a_compiled_graph_with_dropout(pos):
 
 class GivenSteps(positional.ConstantRotation):
     """A rotation whose steps are handed in: (T, D/2) radians."""
-    def steps(self, x, embedding, idx, sequence, length):
+    def steps(self, x, embedding, idx, sequence, length, low):
         return self.given[length:length + idx.size(1)].expand(1, 1, 1, -1, -1)
 
 
@@ -320,7 +320,7 @@ def given_rotation(given, dtype=torch.float32):
     kind = GivenSteps(config_of(n_head=1, n_embd=2 * given.size(1), pos="rope_qkv"), 0)
     kind.given = given
     T = given.size(0)
-    return kind(torch.zeros(1, T, 2, dtype=dtype), None, torch.zeros(1, T, dtype=torch.int64), None, 0, None)
+    return kind(torch.zeros(1, T, 2, dtype=dtype), None, torch.zeros(1, T, dtype=torch.int64), None, 0, None, dtype)
 
 
 def test_route_is_the_steps_after_the_key_up_to_the_query():
@@ -518,7 +518,7 @@ def test_a_nope_suffix_needs_a_second_layer():
 
 def test_random_steps_are_pinned():
     kind = make_position(config_of(pos="randrot_qk", n_head=1, n_embd=4, seed=7), 3).steps
-    steps = kind.steps(torch.zeros(1), None, tokens(1, 6), torch.tensor([2 ** 33 + 1]), 10)[0, 0, 0]
+    steps = kind.steps(torch.zeros(1), None, tokens(1, 6), torch.tensor([2 ** 33 + 1]), 10, None)[0, 0, 0]
     hashed = [hash_in_python(7, 3, 1, 2, 10 + t, lane) for t in range(6) for lane in range(2)]
     want = torch.tensor([(h // 512 + 0.5) / 2 ** 22 - 1 for h in hashed]).view(6, 2) * torch.tensor([1.0, 0.01])
     torch.testing.assert_close(steps, want)
@@ -533,7 +533,7 @@ PINNED_HASH = 1144685656  # of (seed 7, layer 3, sequence 2^33 + 1, position 10,
 def test_random_steps_are_uniform_and_unrelated():
     kind = make_position(config_of(pos="randrot_qk", n_head=2, n_embd=4), 0).steps
     n = 50_000
-    steps = kind.steps(torch.zeros(1), None, tokens(2, n), torch.tensor([0, 1]), 0).flatten(0, 2)[:, :, 0].double()
+    steps = kind.steps(torch.zeros(1), None, tokens(2, n), torch.tensor([0, 1]), 0, None).flatten(0, 2)[:, :, 0].double()
     steps = torch.stack([*steps, steps[0].roll(1)])                        # sequences x heads, and the position before
     assert steps.abs().max() < 1 and steps.mean(1).abs().max() < 5 / math.sqrt(3 * n)
     assert (steps.pow(2).mean(1) - 1 / 3).abs().max() < 5 * math.sqrt(4 / 45 / n)
@@ -648,6 +648,38 @@ def test_bf16_autocast_is_close(variant):
         got, loss = model(idx)[0], model(idx, idx)[1]
     assert loss.dtype == torch.float32
     assert (got.float() - want).norm() / want.norm() < 0.02
+
+
+def test_steps_are_read_out_in_float32_and_learned_in_bf16():
+    generator = torch.Generator().manual_seed(0)
+    x, weight, by_y = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((2, 37, 96), (48, 96), (2, 37, 48)))
+    want = [by_y.double() @ weight.double(), torch.einsum("bto,bti->oi", by_y.double(), x.double())]
+    exact = x.double() @ weight.double().T
+    for x_type, weight_type, low, close in ((torch.float64, torch.float64, torch.float64, 1e-14),
+                                            (torch.float32, torch.float32, torch.float32, 1e-6),
+                                            (torch.float32, torch.float32, torch.bfloat16, 2 ** -8),
+                                            (torch.float32, torch.bfloat16, torch.bfloat16, 2 ** -8)):
+        a, w = x.to(x_type).requires_grad_(), weight.to(weight_type, copy=True).requires_grad_()
+        y = positional.ReadOut.apply(a, w, low)
+        y.backward(by_y.to(y.dtype))
+        assert y.dtype == a.grad.dtype == x_type and w.grad.dtype == weight_type
+        assert (y - exact).norm() / exact.norm() < min(close, 1e-6)        # never in bf16, whatever the way back is
+        for got, grad in zip((a.grad, w.grad), want):
+            assert (got - grad).norm() / grad.norm() < close
+
+
+@pytest.mark.parametrize("variant", [dict(pos="accrot_qkv"), dict(pos="accrot_qk", angles="hidden"), dict(pos="reflect_qkv"),
+                                     dict(pos="orth_qk")], ids=lambda v: "-".join(v.values()))
+def test_gradients_of_steps_under_bf16_autocast_are_close(variant):
+    grads, idx = [], tokens(2, 65)
+    for low in (False, True):
+        model = tiny(**variant)
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            loss = model(idx, idx)[1]
+        loss.backward()
+        grads.append([p.grad for name, p in model.named_parameters() if ".position." in name])
+    for want, got in zip(*grads):
+        assert got.dtype == torch.float32 and (got - want).norm() < 0.05 * want.norm()
 
 
 def test_weights_too_small_for_float32_are_zero_in_every_thread():
