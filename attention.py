@@ -140,12 +140,12 @@ class Rotation:
 
 
 class Turn(torch.autograd.Function):
-    """rotate, for autograd; of the angles `phase` alone has a gradient. The way back is the opposite turn, and a phase moves
+    """turn, for autograd; of the angles `phase` alone has a gradient. The way back is the opposite turn, and a phase moves
     y along y turned by 90 degrees: of x and y only y is kept, which attention keeps anyway. Half the time of autograd's."""
     @staticmethod
     def forward(ctx, x, phase, cos, sin):
         y = torch.empty_like(x)
-        for rows in blocks(x):
+        for rows in slices(x):
             turn(x[..., rows, :], cos[..., rows, :], sin[..., rows, :], y[..., rows, :])
         ctx.save_for_backward(y if phase.requires_grad else None, cos, sin)
         return y
@@ -154,7 +154,7 @@ class Turn(torch.autograd.Function):
     def backward(ctx, dy):
         y, cos, sin = ctx.saved_tensors
         dx, by_phase = torch.empty_like(dy), None if y is None else torch.empty_like(cos)
-        for rows in blocks(dy):
+        for rows in slices(dy):
             slope, c, s = precise(dy[..., rows, :]), cos[..., rows, :], sin[..., rows, :]
             if y is not None:
                 (first, second), (d_first, d_second) = precise(y[..., rows, :]).chunk(2, dim=-1), slope.chunk(2, dim=-1)
@@ -163,7 +163,7 @@ class Turn(torch.autograd.Function):
         return dx, by_phase, None, None
 
 
-def blocks(x, size=2 ** 17):
+def slices(x, size=2 ** 17):
     """Slices of the tokens of x (..., T, D) of about `size` elements each: what a core's cache holds. On CUDA one."""
     T = x.size(-2)
     rows = T if x.is_cuda or torch.compiler.is_compiling() else max(1, size * T // max(1, x.numel()))
